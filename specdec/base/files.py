@@ -123,9 +123,8 @@ def read_toml(path: Path, *, way_out: str) -> dict[str, Any]:
     try:
         return tomllib.loads(_content(path, way_out).decode())
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(
-            f"{str(path)!r} is not TOML ({one_line(error)}); {way_out}"
-        ) from error
+        reason = one_line(error)
+        raise InvalidInputError(f"{str(path)!r} is not TOML ({reason}); {way_out}") from error
 
 
 def read_text(path: Path, *, way_out: str) -> str:

@@ -101,9 +101,8 @@ class Journal:
             file.truncate(len(content) - len(cut))
 
     def _check(self, path: Path, head: dict[str, Any]) -> None:
-        if head.get("schema") != _schema(self._command) or not isinstance(
-            head.get("settings"), dict
-        ):
+        known = isinstance(head.get("settings"), dict)
+        if head.get("schema") != _schema(self._command) or not known:
             raise self._foreign(path)
         before = head["settings"]
         differing = [

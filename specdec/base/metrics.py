@@ -98,9 +98,8 @@ class AcceptanceStats:
         >>> AcceptanceStats([3, 5], [3, 2], num_emitted=[4, 3], tree_sizes=[0, 16]).num_verified
         [3, 16]
         """
-        return [
-            size or drafted for size, drafted in zip(self.tree_sizes, self.num_drafted, strict=True)
-        ]
+        sizes = zip(self.tree_sizes, self.num_drafted, strict=True)
+        return [size or drafted for size, drafted in sizes]
 
     @property
     def tau(self) -> float:
@@ -203,9 +202,8 @@ class AcceptanceStats:
         [(1, 3.0), (0, 0.0), (2, 1.5)]
         """
         kept: list[list[int]] = [[] for _ in range(max(self.parts, default=-1) + 1)]
-        for part, drafted, accepted in zip(
-            self.parts, self.num_drafted, self.num_accepted, strict=True
-        ):
+        steps = zip(self.parts, self.num_drafted, self.num_accepted, strict=True)
+        for part, drafted, accepted in steps:
             if drafted and part != PREDICTED:
                 kept[part].append(accepted)
         return [(len(one), sum(one) / len(one) if one else 0.0) for one in kept]

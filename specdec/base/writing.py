@@ -57,9 +57,8 @@ class Place(NamedTuple):
     @property
     def is_stream(self) -> bool:
         """Whether what is written there passes by, and is neither read back nor replaced."""
-        return self.descriptor is not None or (
-            self.found is not None and stat.S_ISCHR(self.found.st_mode)
-        )
+        is_device = self.found is not None and stat.S_ISCHR(self.found.st_mode)
+        return self.descriptor is not None or is_device
 
 
 @contextmanager
@@ -179,9 +178,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         CapacityError, InvalidInputError: see `write_atomically`.
     """
-    write_atomically(
-        path, lambda unfinished: unfinished.write_text(text, encoding="utf-8", newline="")
-    )
+    write_atomically(path, lambda file: file.write_text(text, encoding="utf-8", newline=""))
 
 
 def append(path: Path, text: str, *, head: str = "") -> None:

@@ -108,9 +108,8 @@ class ClusterAnswers:
             for index, job in self._jobs.items()
             if job.error is None
         }
-        self._journal = ClusterJournal(
-            Path(args.out) if args.out else None, _asked(args), command=COMMAND
-        )
+        path = Path(args.out) if args.out else None
+        self._journal = ClusterJournal(path, _asked(args), command=COMMAND)
         self._pool = load_pool(args, args.drafter, engine)
         engines = counted(self._pool.config.engines or 0, "engine")
         self.drafts = f"drafter {drafter_name(args.drafter, args.model)}, {engines}"

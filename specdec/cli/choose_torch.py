@@ -62,9 +62,8 @@ def link(environment: Path, build: TorchBuild | None) -> None:
             )
         )
         # As a folder of packages in its own right, since a ROCm build may come with path files.
-        write_text(
-            packages / "rocm_torch.pth", f"import site; site.addsitedir({str(build.folder)!r})\n"
-        )
+        line = f"import site; site.addsitedir({str(build.folder)!r})\n"
+        write_text(packages / "rocm_torch.pth", line)
 
 
 def pins(
@@ -137,10 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     if build is not None and build.hip and not args.named:
-        print(
-            f"  torch {build.version} in {build.folder} is built for ROCm, and is kept",
-            file=sys.stderr,
-        )
+        found = f"torch {build.version} in {build.folder}"
+        print(f"  {found} is built for ROCm, and is kept", file=sys.stderr)
     return 0
 
 

@@ -71,9 +71,8 @@ class Kind:
             return self.type(text)
         except ValueError:
             name = "a whole number" if self.type is int else "a number"
-            expected = (
-                f"neither {name} nor {' or '.join(self.words)}" if self.words else f"not {name}"
-            )
+            words = f"neither {name} nor {' or '.join(self.words)}"
+            expected = words if self.words else f"not {name}"
             raise argparse.ArgumentTypeError(f"{text!r} is {expected}") from None
 
     def check(self, value: Any, place: str) -> Any:

@@ -101,9 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _drop_output()
         way_out = "make room" if error.errno in NO_ROOM else "send it elsewhere"
-        _complain(
-            f"error: cannot write standard output: {reason_of(error)}; {way_out} and run again"
-        )
+        reason = f"cannot write standard output: {reason_of(error)}"
+        _complain(f"error: {reason}; {way_out} and run again")
         return EXIT_USAGE
 
 
@@ -248,11 +247,8 @@ def _check_torchrun() -> None:
     Raises:
         InvalidInputError: one of a rank is no number.
     """
-    given = {
-        name: os.environ[name]
-        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")
-        if name in os.environ
-    }
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+    given = {name: os.environ[name] for name in names if name in os.environ}
     for name, text in given.items():
         if not text:
             del os.environ[name]

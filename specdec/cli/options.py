@@ -142,9 +142,7 @@ def load_pool(args: argparse.Namespace, drafter: str | None, engine: EngineConfi
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine that the options describe."""
-    engine, cache = (
-        from_options(config, args, _own(config)) for config in (EngineConfig, CacheConfig)
-    )
+    engine, cache = (from_options(one, args, _own(one)) for one in (EngineConfig, CacheConfig))
     return EngineConfig(**engine, cache=CacheConfig(**cache))
 
 

@@ -211,9 +211,8 @@ def _requests(
         request = kind.read(record or {}, model)
         name = request.custom_id
         if error is not None or (isinstance(name, str) and name in names):
-            request = kind.wrong(
-                record or {}, model, error or f"{names[name]} has custom_id {name!r}"
-            )
+            line = error or f"{names[name]} has custom_id {name!r}"
+            request = kind.wrong(record or {}, model, line)
         elif isinstance(name, str):
             names[name] = source
         why = request.error and request.error.message

@@ -170,9 +170,7 @@ class ResultWriter:
             "text": self._texts[self._current],
         }
         carried = self._prompts[self._current].carried
-        record |= {
-            f"given_{name}" if name in _OWN else name: value for name, value in carried.items()
-        }
+        record |= {f"given_{key}" if key in _OWN else key: value for key, value in carried.items()}
         if result is None:
             return record | {"finish_reason": "cancelled"}
         return record | {

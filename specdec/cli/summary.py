@@ -92,7 +92,6 @@ def format_summary(by_index: dict[int, GenerationResult], seconds: float, drafts
         )
     logprobs = [value for result in results for value in result.logprobs or ()]
     if logprobs:
-        parts.append(
-            f"log-probability {sum(logprobs):.3f}, {sum(logprobs) / len(logprobs):.3f} per token"
-        )
+        total = sum(logprobs)
+        parts.append(f"log-probability {total:.3f}, {total / len(logprobs):.3f} per token")
     return ", ".join(parts)

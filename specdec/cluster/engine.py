@@ -139,9 +139,8 @@ class Engine:
         sampling = sampling.for_chat() if chat else sampling
         for follow_up in (*row.follow_ups, None):
             try:
-                handle = decoder.session.submit(
-                    decoder.tokenize(prompt), sampling, incremental=False
-                )
+                tokens = decoder.tokenize(prompt)
+                handle = decoder.session.submit(tokens, sampling, incremental=False)
             except SpecDecError as error:
                 return [*results, GenerationResult.refused(error)]
             results.append(await handle)

@@ -27,9 +27,7 @@ class ClusterJournal:
 
     def __init__(self, path: Path | None, asked: dict[str, Any], *, command: str) -> None:
         self._path, self._asked, self._command = path, asked, command
-        self.origin = {
-            name: value for name, value in settings_of(path).items() if name not in asked
-        }
+        self.origin = {key: value for key, value in settings_of(path).items() if key not in asked}
         self._journal = Journal(path, asked | self.origin, command=command)
 
     def get(self, key: str) -> dict[str, Any] | None:
@@ -47,9 +45,8 @@ class ClusterJournal:
         for answer in pool.answers(missing, self.origin or None):
             if not self.origin:
                 self.origin = answer.origin
-                self._journal = Journal(
-                    self._path, self._asked | self.origin, command=self._command
-                )
+                settings = self._asked | self.origin
+                self._journal = Journal(self._path, settings, command=self._command)
             if answer.error is None:
                 self._journal.add(answer.key, answer.record)
             yield answer

@@ -111,9 +111,8 @@ class Answer:
         given = json.loads(text)
         if "refusal" in given:
             raise SpecDecError(given["refusal"])
-        return cls(
-            **{**given, "results": [GenerationResult.from_dict(one) for one in given["results"]]}
-        )
+        results = [GenerationResult.from_dict(one) for one in given["results"]]
+        return cls(**{**given, "results": results})
 
     @property
     def record(self) -> dict[str, Any]:

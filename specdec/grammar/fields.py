@@ -95,9 +95,8 @@ def unknown_keys(fields: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(given, Mapping):
         return
     _, places = FORMATS.get(str(given.get("type")), ("", ()))
-    yield from (
-        f"response_format.{name}" for name in given if name not in {"type", "strict", *places}
-    )
+    known = {"type", "strict", *places}
+    yield from (f"response_format.{name}" for name in given if name not in known)
     described = given.get("json_schema")
     if isinstance(described, Mapping) and "schema" in described:
         yield from (
@@ -125,9 +124,8 @@ def _structured(outputs: Any) -> list[Grammar]:
     if outputs is None:
         return []
     if not isinstance(outputs, Mapping):
-        raise InvalidInputError(
-            f"structured_outputs is a {type(outputs).__name__}; it must be an object"
-        )
+        kind = type(outputs).__name__
+        raise InvalidInputError(f"structured_outputs is a {kind}; it must be an object")
     given = {name: value for name, value in outputs.items() if _is_given(value)}
     unknown = next((name for name in given if name not in MAKERS), None)
     if unknown is not None:
@@ -145,9 +143,8 @@ def _formatted(given: Any, field: str) -> list[Grammar]:
     if kind == "text":
         return []
     if not isinstance(kind, str) or kind not in FORMATS:
-        raise InvalidInputError(
-            f"the type of {field} is {shown(kind)}; choose text, {', '.join(FORMATS)}"
-        )
+        known = ", ".join(FORMATS)
+        raise InvalidInputError(f"the type of {field} is {shown(kind)}; choose text, {known}")
     maker, places = FORMATS[kind]
     found = {name: given[name] for name in places if _is_given(given.get(name))}
     if len(found) > 1:

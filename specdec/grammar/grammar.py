@@ -115,9 +115,8 @@ class Grammar:
             asked = Calls.of(self.text)
             answers = asked.answer is None or Grammar.known(*asked.answer).is_quick
             return answers and not any(_said(text)[2] for _, text in asked.schemas)
-        return self.kind == "json_object" or (
-            self.kind == "choice" and len(self.text) <= QUICK_CHARACTERS
-        )
+        short = len(self.text) <= QUICK_CHARACTERS
+        return self.kind == "json_object" or (self.kind == "choice" and short)
 
     @classmethod
     def known(cls, kind: Kind, text: str) -> Grammar:

@@ -146,10 +146,8 @@ class Lanes:
         """Ends all work; what waits for it is told that it was cancelled."""
         with self._changed:
             self._closed = True
-            jobs = [
-                *self._running,
-                *(job for queue in self._queues.values() for _, _, job in queue),
-            ]
+            queued = (job for queue in self._queues.values() for _, _, job in queue)
+            jobs = [*self._running, *queued]
             self._changed.notify_all()
         for job in jobs:
             job.stop()

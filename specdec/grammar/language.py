@@ -123,9 +123,8 @@ class Algebra:
                 return whole
             case Both(first, wanted, second):
                 look = self.of(first, inverted=inverted == wanted)
-                return self.all(
-                    [look if wanted else self.but(look), self.of(second, inverted=inverted)]
-                )
+                look = look if wanted else self.but(look)
+                return self.all([look, self.of(second, inverted=inverted)])
         raise AssertionError(f"{node} is not settled")
 
     def ends(self, part: Expression) -> bool:

@@ -170,10 +170,8 @@ def ask(link: socket.socket, vocabulary: Vocabulary, grammar: Grammar, seconds: 
         TooSlow: not in these seconds of a processor.
         Ended: the process has ended meanwhile, or somebody has shut the link.
     """
-    what, text = (
-        f"the grammar of kind {grammar.kind}",
-        grammar.text.encode("utf-8", "surrogatepass"),
-    )
+    what = f"the grammar of kind {grammar.kind}"
+    text = grammar.text.encode("utf-8", "surrogatepass")
     try:
         link.sendall(
             json.dumps([vocabulary.key, grammar.kind, seconds, len(text)]).encode() + b"\n" + text

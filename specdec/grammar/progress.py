@@ -119,9 +119,8 @@ class GrammarProgress:
     @cached_property
     def _never(self) -> frozenset[int]:
         """Tokens without a text, special or padding, of which the library would warn each time."""
-        return (
-            frozenset(self.compiled.result().tokenizer_info.special_token_ids) - self._eos_token_ids
-        )
+        special = frozenset(self.compiled.result().tokenizer_info.special_token_ids)
+        return special - self._eos_token_ids
 
     @cached_property
     def _matcher(self) -> xgrammar.GrammarMatcher:

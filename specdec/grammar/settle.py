@@ -79,9 +79,8 @@ class _Settler:
             elif isinstance(part, Look):
                 if not end:
                     raise refusal(self._pattern, "a lookahead within a group that text can follow")
-                behind = [
-                    Both(self._ahead(part.part, start=first), part.wanted, Row(tuple(behind[::-1])))
-                ]
+                ahead = self._ahead(part.part, start=first)
+                behind = [Both(ahead, part.wanted, Row(tuple(behind[::-1])))]
             else:
                 behind.append(self.part(part, start=first, end=last))
         return behind[0] if len(behind) == 1 else Row(tuple(behind[::-1]))

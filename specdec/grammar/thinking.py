@@ -38,11 +38,8 @@ class ThinkingProgress:
         eos_token_ids: Collection[int],
     ) -> None:
         self._thinking, self._place, self._budget, self._answer = thinking, place, budget, answer
-        self._ends = frozenset(eos_token_ids) - {
-            *thinking.opening,
-            *thinking.closing,
-            *thinking.answering,
-        }
+        marks = {*thinking.opening, *thinking.closing, *thinking.answering}
+        self._ends = frozenset(eos_token_ids) - marks
         self.dead_ends: frozenset[int] = frozenset()
         self.compiled: Future[Any] = Future()
         if answer is None:

@@ -248,10 +248,8 @@ class DecodeBatch:
         """
         width = self.shape.rows
         if tree is None:
-            position_ids, metadata = (
-                self.position_ids(width),
-                self.metadata(width, visibility="causal"),
-            )
+            position_ids = self.position_ids(width)
+            metadata = self.metadata(width, visibility="causal")
         else:
             places = self._places_of(tree)
             position_ids = places.position_ids

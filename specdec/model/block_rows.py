@@ -62,9 +62,8 @@ def tree_places(seq_lens: Tensor, tree: DraftTree, most: int) -> TreePlaces:
     if KERNEL.runs_on(seq_lens.device):
         from specdec.model import triton_block_rows  # it imports Triton
 
-        return TreePlaces(
-            *triton_block_rows.tree_places(seq_lens, tree.depths, tree.ancestors, most)
-        )
+        places = triton_block_rows.tree_places(seq_lens, tree.depths, tree.ancestors, most)
+        return TreePlaces(*places)
     return _tree_places(seq_lens, tree, most)
 
 

@@ -49,9 +49,8 @@ def check_cache_rows(device: torch.device) -> Deviation:
             torch.randint(256, (40, size), dtype=torch.uint8, generator=generator) for size in sizes
         ]
         moved = [tensor.to(device, copy=True) for tensor in tensors]
-        triton_cache_rows.move_rows(
-            triton_cache_rows.row_table(moved), slots.to(device), path.to(device)
-        )
+        table = triton_cache_rows.row_table(moved)
+        triton_cache_rows.move_rows(table, slots.to(device), path.to(device))
         move_rows(side_by_side(tensors), slots, path)
         found += [mismatches(ours, expected) for ours, expected in zip(moved, tensors, strict=True)]
     return worst(found)

@@ -58,6 +58,5 @@ class Packing(NamedTuple):
         """Blocks [num_reqs, width, ...] of packed rows [T, ...]; rows that are not verified repeat
         the request's last one.
         """
-        return packed.index_select(0, self.places.flatten()).view(
-            *self.places.shape, *packed.shape[1:]
-        )
+        rows = packed.index_select(0, self.places.flatten())
+        return rows.view(*self.places.shape, *packed.shape[1:])

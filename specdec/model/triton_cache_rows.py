@@ -42,16 +42,14 @@ def row_table(tensors: Sequence[Tensor]) -> RowTable:
     assert all(tensor.is_contiguous() for tensor in tensors)
     sizes = [tensor.shape[1] for tensor in tensors]
     word = next(word for word in (8, 4, 2, 1) if all(size % word == 0 for size in sizes))
-    entries = [
-        [tensor.data_ptr(), size // word] for tensor, size in zip(tensors, sizes, strict=True)
-    ]
+    sized = zip(tensors, sizes, strict=True)
+    entries = [[tensor.data_ptr(), size // word] for tensor, size in sized]
     aligned = all(
         size % 16 == 0 and tensor.data_ptr() % 16 == 0
         for tensor, size in zip(tensors, sizes, strict=True)
     )
-    return RowTable(
-        torch.tensor(entries, device=tensors[0].device), word, max(sizes) // word, aligned
-    )
+    table = torch.tensor(entries, device=tensors[0].device)
+    return RowTable(table, word, max(sizes) // word, aligned)
 
 
 @triton.jit

@@ -90,9 +90,7 @@ def join_group(
         return None
     os.environ.update(WITHOUT_MULTICAST)
     if begins:
-        missing = [
-            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-        ]
+        missing = [one for one in ("RANK", "MASTER_ADDR", "MASTER_PORT") if one not in os.environ]
         if missing:
             raise InvalidInputError(
                 f"WORLD_SIZE is {size} and {', '.join(missing)} is not set; start the ranks with"

@@ -46,9 +46,8 @@ class Logprobs(NamedTuple):
         """int64 [..., n * (1 + 2 * m)]: of each token the value, then the likeliest tokens, then
         their values, which are the bits of float64, so that one tensor carries all.
         """
-        values = (
-            torch.cat([self.values[..., None], self.top_values], dim=-1).double().view(torch.int64)
-        )
+        both = torch.cat([self.values[..., None], self.top_values], dim=-1)
+        values = both.double().view(torch.int64)
         return torch.cat([values[..., :1], self.top_ids, values[..., 1:]], dim=-1).flatten(-2)
 
 

@@ -73,9 +73,8 @@ def check_masks(device: torch.device) -> Deviation:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         vocab_size = 2 * triton_masks.SLICE + 45
         logits = torch.randn(4, 3, vocab_size, generator=generator).to(dtype)
-        words = torch.randint(
-            -(2**31), 2**31, (2, 3, -(-vocab_size // 32)), generator=generator
-        ).int()
+        shape = 2, 3, -(-vocab_size // 32)
+        words = torch.randint(-(2**31), 2**31, shape, generator=generator).int()
         masks = TokenMasks(words, torch.tensor([1, -1, 0, -1]))
         masked = logits.to(device, copy=True)
         triton_masks.mask_logits(masked, words.to(device), masks.places.to(device))

@@ -300,9 +300,8 @@ class SamplingParams:
         if index == 0:
             return self
         seed = None if self.seed is None else (self.seed + index) % 2**63
-        return replace(
-            self, seed=seed, prompt_logprobs=None if self.max_tokens else self.prompt_logprobs
-        )
+        scores = None if self.max_tokens else self.prompt_logprobs
+        return replace(self, seed=seed, prompt_logprobs=scores)
 
 
 @cache
@@ -342,9 +341,8 @@ class SamplingDefaults:
         if sampling.repetition_penalty is None and self.repetition_penalty != 1:
             changes["repetition_penalty"] = self.repetition_penalty
         if sampling.min_tokens is None and sampling.grammar is None:
-            own = (
-                max(0, self.min_length - prompt_len) if self.min_tokens is None else self.min_tokens
-            )
+            own = self.min_tokens
+            own = max(0, self.min_length - prompt_len) if own is None else own
             if own:
                 changes["min_tokens"] = min(own, sampling.max_tokens)
         return replace(sampling, **changes) if changes else sampling
@@ -384,9 +382,8 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
         token, value = pair
         by_text = isinstance(token, str) and token.isdecimal() and len(token) < 20
         token = int(token) if by_text else as_integer("a token of logit_bias", token)
-        right = (
-            isinstance(value, Real) and not isinstance(value, bool) and abs(as_float(value)) <= 1e6
-        )
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        right = number and abs(as_float(value)) <= 1e6
         require(
             right,
             f"logit_bias of token {token} is {shown(value)}; it must be a number in [-1e6, 1e6]",

@@ -75,9 +75,8 @@ def check_sampler(device: torch.device) -> Deviation:
     ]
     sampling = SamplingTensors.of(params, range(len(params)))
     generator = torch.Generator().manual_seed(0)
-    logits = (
-        3 * torch.randn(len(params), 3, triton_argmax.SLICE + 5, generator=generator).bfloat16()
-    )
+    shape = len(params), 3, triton_argmax.SLICE + 5
+    logits = 3 * torch.randn(shape, generator=generator).bfloat16()
     positions = torch.arange(3).expand(len(params), 3) + 2**33
     moved = [tensor.to(device) for tensor in (logits, sampling.floats, sampling.ints, positions)]
     token_ids, finite = triton_sampler.sample(*moved, filtered=True)

@@ -132,9 +132,8 @@ class SamplingTensors:
     def neutral(cls, num_rows: int, device: torch.device) -> SamplingTensors:
         """Rows of requests that decode greedily."""
         floats = torch.tensor(_NEUTRAL, device=device)[:, None].repeat(1, num_rows)
-        return cls(
-            SamplingPlan.of([]), floats, torch.zeros(5, num_rows, dtype=torch.int64, device=device)
-        )
+        ints = torch.zeros(5, num_rows, dtype=torch.int64, device=device)
+        return cls(SamplingPlan.of([]), floats, ints)
 
     @classmethod
     def of(

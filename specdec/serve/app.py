@@ -99,9 +99,8 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         for prompt in prompts:
             length = len(prompt) if isinstance(prompt, str) else 0
             front.texts.check_length(length, engine.max_model_len)
-        made, echoes = await _while_there(
-            http, sum(map(len, prompts)), _completion_tokens(front, asked)
-        )
+        work = _completion_tokens(front, asked)
+        made, echoes = await _while_there(http, sum(map(len, prompts)), work)
         _check_prompt_logprobs(sampling, made)
         sampling = await _predicted(front, http, sampling)
         answer = Completion(asked, front.names[0], made, tokens_of, echoes=echoes)
@@ -260,9 +259,7 @@ def _add_errors(app: FastAPI, front: Front) -> None:
         what = f"{http.method} {http.url.path}: {str(error.detail).lower()}"
         if error.status_code == 404:
             routes = [one.path for one in app.routes if isinstance(one, APIRoute)]
-            asked = ", ".join(
-                path for path in routes if path.startswith("/v1/") and "{" not in path
-            )
+            asked = ", ".join(one for one in routes if one.startswith("/v1/") and "{" not in one)
             what = f"{what}; there are {asked}"
         return answer(RequestError(error.status_code, what))
 
@@ -388,9 +385,7 @@ async def _respond(
     if sampling.grammar is not None:
         await unless_gone(http.receive, front.wait_for_grammar(sampling))
         answer.notes = [*answer.notes, *sampling.grammar.notes]
-    asked = [
-        (tokens, sampling.choice(number)) for tokens in answer.prompts for number in range(answer.n)
-    ]
+    asked = [(tokens, sampling.choice(n)) for tokens in answer.prompts for n in range(answer.n)]
     stream = bool(answer.asked.stream)
     outputs = front.submit(asked, incremental=stream, parted=answer.parted)
     note(http.scope, outputs)
@@ -400,8 +395,7 @@ async def _respond(
         results = await outputs.results(http.receive)
         if answer.num_logprobs(results) <= FEW_LOGPROBS:
             return Json(answer.whole(results))
-        return await front.texts.run(
-            answer.num_logprobs(results), lambda: Whole(answer.whole(results))
-        )
+        count = answer.num_logprobs(results)
+        return await front.texts.run(count, lambda: Whole(answer.whole(results)))
     finally:
         outputs.close()

@@ -55,9 +55,7 @@ class Bodies:
         Raises:
             RequestError: it is too large, does not come, or there is no room for it.
         """
-        length = next(
-            (value for name, value in scope["headers"] if name == b"content-length"), b"0"
-        )
+        length = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
         if len(length) > 18 or (length.isdigit() and int(length) > self._config.max_body_bytes):
             raise self._too_large("bytes", self._config.max_body_bytes)
         self._coming.add(place)

@@ -130,7 +130,6 @@ def _files() -> int:
     if hard == resource.RLIM_INFINITY or hard > 65_536:
         hard = max(soft, 65_536)
     if soft < hard:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        )
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, most))
     return hard

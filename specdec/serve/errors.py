@@ -52,9 +52,8 @@ class RequestError(Exception):
     def body(self) -> dict[str, Any]:
         """What the answer holds."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -72,9 +71,8 @@ def busy(message: str, *, close: bool = False) -> RequestError:
 
 def engine_failed(error: BaseException) -> RequestError:
     """A defect of ours or the machine's."""
-    return RequestError(
-        500, " ".join(str(error).split()) or type(error).__name__, code="engine_failed"
-    )
+    line = " ".join(str(error).split()) or type(error).__name__
+    return RequestError(500, line, code="engine_failed")
 
 
 def defect() -> RequestError:

@@ -29,9 +29,7 @@ class Guard:
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self._app, self._bodies = app, Bodies(config)
         self._key = _digest(config.api_key.encode()) if config.api_key is not None else None
-        self._hosts = {
-            host.lower() for host in (*config.allowed_hosts, config.host, "localhost", "")
-        }
+        self._hosts = {one.lower() for one in (*config.allowed_hosts, config.host, "localhost", "")}
         self._by_host = bool(config.allowed_hosts) or (self._key is None and _local(config.host))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,9 +76,8 @@ class Guard:
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
-        if scheme.lower() != b"bearer" or not secrets.compare_digest(
-            _digest(key.strip()), self._key
-        ):
+        right = secrets.compare_digest(_digest(key.strip()), self._key)
+        if scheme.lower() != b"bearer" or not right:
             raise RequestError(
                 401,
                 "the API key is wrong or missing; send Authorization: Bearer KEY",

@@ -422,7 +422,6 @@ def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> Samplin
     known = SamplingParams.__dataclass_fields__
     unknown = [name for name in overrides if name not in known]
     if unknown:
-        raise InvalidInputError(
-            f"unknown sampling value {unknown[0]!r} (known: {', '.join(known)})"
-        )
+        names = ", ".join(known)
+        raise InvalidInputError(f"unknown sampling value {unknown[0]!r} (known: {names})")
     return replace(sampling or SamplingParams(), **overrides)

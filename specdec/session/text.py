@@ -205,9 +205,8 @@ class IncrementalDecoder:
 
     def take(self) -> str:
         """New settled text, except for an ending that could grow into a stop string."""
-        return self._take_until(
-            len(self._text) - (0 if self._stopped else self._stops.depth[self._node])
-        )
+        held = 0 if self._stopped else self._stops.depth[self._node]
+        return self._take_until(len(self._text) - held)
 
     def finish(self) -> str:
         """Ends the output: settles what is pending and returns all text not yet taken."""

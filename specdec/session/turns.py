@@ -89,9 +89,8 @@ class Turns:
         lock = threading.Lock()
         lock.acquire()
         with self._lock:
-            if (self._owner is None or self._owner[0] == threading.get_ident()) and self.claim(
-                call
-            ):
+            free = self._owner is None or self._owner[0] == threading.get_ident()
+            if free and self.claim(call):
                 return True
             self._waiting[lock] = ready
         try:

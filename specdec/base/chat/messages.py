@@ -52,9 +52,8 @@ def for_template(
     template = template_of(tokenizer)
     if template not in _reads_parts:
         parts = [{"type": "text", "text": _PROBE}]
-        _reads_parts[template] = _shows(tokenizer, _user(parts)) and not _shows(
-            tokenizer, _user(_PROBE)
-        )
+        plain = _shows(tokenizer, _user(_PROBE))
+        _reads_parts[template] = _shows(tokenizer, _user(parts)) and not plain
     made = [dict(message) for message in messages]
     for message in made:
         if message.get("role") == "developer" and "developer" not in template:
@@ -213,9 +212,8 @@ def _takes_objects(tokenizer: PreTrainedTokenizerBase) -> bool:
         given = {"a": _PROBE}
         text = _shown(tokenizer, _call_and_result(given))
         fits = _PROBE in text and f"'{_PROBE}'" not in text
-        _reads_objects[template] = fits or not _shows(
-            tokenizer, _call_and_result(json.dumps(given))
-        )
+        as_text = _call_and_result(json.dumps(given))
+        _reads_objects[template] = fits or not _shows(tokenizer, as_text)
     return _reads_objects[template]
 
 

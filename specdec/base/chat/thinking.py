@@ -86,11 +86,8 @@ class Thinking:
         user writes.
         """
         at = next((at for at in reversed(range(len(prompt))) if prompt[at] in self.added), -1)
-        for form, place in (
-            (self.opening, WITHIN),
-            (self.closing, BEHIND),
-            (self.answering, BEHIND),
-        ):
+        behind = (self.closing, BEHIND), (self.answering, BEHIND)
+        for form, place in ((self.opening, WITHIN), *behind):
             last = max((i for i, token in enumerate(form) if token in self.added), default=-1)
             begin = at - last
             if form and begin >= 0 and tuple(prompt[begin : begin + len(form)]) == form:
@@ -119,9 +116,7 @@ class Thinking:
 def _matched(form: tuple[int, ...], matched: int, token: int) -> int:
     """How many tokens of `form` the last tokens are, after `matched` of them and one more."""
     known = (*form[:matched], token)
-    return next(
-        size for size in range(len(known), -1, -1) if known[len(known) - size :] == form[:size]
-    )
+    return next(n for n in range(len(known), -1, -1) if known[len(known) - n :] == form[:n])
 
 
 @lru_cache(maxsize=4)

@@ -321,17 +321,15 @@ def _listed(place: _Place) -> list[str]:
     try:
         root = f"{place.folder}/" if place.folder else ""
         listed = HfApi().model_info(place.repo, revision=place.revision, timeout=10).siblings or []
-        return [
-            file.rfilename.removeprefix(root) for file in listed if file.rfilename.startswith(root)
-        ]
+        names = [file.rfilename for file in listed]
+        return [name.removeprefix(root) for name in names if name.startswith(root)]
     except Exception:  # it is asked to explain an error, and must not be another
         return [] if place.cached is None else _inside(place.cached)
 
 
 def _inside(folder: Path) -> list[str]:
-    return [
-        path.relative_to(folder).as_posix() for path in [*folder.glob("*"), *folder.glob("*/*")]
-    ]
+    paths = [*folder.glob("*"), *folder.glob("*/*")]
+    return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def local_folder(name: str | Path, what: str = "checkpoint") -> Path | None:
@@ -429,9 +427,8 @@ def _fetched(place: _Place, name: str, what: str, patterns: tuple[str, ...]) -> 
     except Exception as error:  # the hub's client lets errors of its HTTP library through
         raise _refusal(error, place, name, what, "") from error
     if place.folder and not folder.is_dir():
-        raise CheckpointError(
-            f"{what} {place.repo!r} has no folder {place.folder!r}; check the name"
-        )
+        lacks = f"has no folder {place.folder!r}; check the name"
+        raise CheckpointError(f"{what} {place.repo!r} {lacks}")
     return folder  # which is not there if the repository has no such file at all
 
 

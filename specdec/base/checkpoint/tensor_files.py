@@ -242,16 +242,13 @@ def _announced(files: Iterable[str]) -> list[str]:
     shards: dict[tuple[str, str, str], list[str]] = {}
     for file in files:
         if part := _PART.search(file):
-            shards.setdefault((file[: part.start()], part[2], file[part.end() :]), []).append(
-                part[1]
-            )
+            around = file[: part.start()], part[2], file[part.end() :]
+            shards.setdefault(around, []).append(part[1])
     lost = []
     for (before, count, after), numbers in shards.items():
         if len(numbers) < int(count) < 10**5:
             whole = (f"{number:0{len(numbers[0])}}" for number in range(1, int(count) + 1))
-            lost += [
-                f"{before}-{number}-of-{count}{after}" for number in whole if number not in numbers
-            ]
+            lost += [f"{before}-{n}-of-{count}{after}" for n in whole if n not in numbers]
     return lost
 
 

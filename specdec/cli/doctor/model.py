@@ -78,9 +78,8 @@ def run_model(args: argparse.Namespace) -> int:
             f"{_gigabytes(needs.weights)}, stored as"
             f" {needs.stored}{' and plain here' if needs.unpacked else ''}",
         )
-        _say(
-            "memory", f"{needs.gpus} {place}{'s' if needs.gpus > 1 else ''} of {_gigabytes(memory)}"
-        )
+        several = "s" if needs.gpus > 1 else ""
+        _say("memory", f"{needs.gpus} {place}{several} of {_gigabytes(memory)}")
     if needs.ranks and place == "GPU":
         _say("ranks", _ranks(needs))
     for index, note in enumerate(needs.notes):
@@ -106,9 +105,8 @@ def _drafter(name: str, needs: Any) -> list[str]:
         return list(fit.problems)
     words = [fit.algorithm] if fit.algorithm != name else []
     words += [f"{fit.drafts} drafts"] if fit.drafts else []
-    words += (
-        [f"taps layers {', '.join(map(str, fit.taps))} of {needs.num_layers}"] if fit.taps else []
-    )
+    if fit.taps:
+        words.append(f"taps layers {', '.join(map(str, fit.taps))} of {needs.num_layers}")
     words += [f"{fit.numbers / 1e6:,.0f} M parameters"] if fit.numbers else []
     words += ["fits"] if fit.taps else []
     _say("drafter", f"{name}: {', '.join(words)}" if words else name)

@@ -115,10 +115,8 @@ def kinds(
     """What there is to check, in an order in which what a check uses comes before it."""
     for spec in _specs(device, dtype, cache_dtype):
         for backend in _backends():
-            check, reasons = (
-                partial(check_attention, backend, spec),
-                backend.unsupported_reasons(spec),
-            )
+            check = partial(check_attention, backend, spec)
+            reasons = backend.unsupported_reasons(spec)
             yield Kind(backend.name, variant_of(spec), reasons, check)
     for sparse in (False, True):
         latent = MlaSpec(device, dtype, 128, 512, 128, 64, 128, DEFAULT_BLOCK_SIZE)
@@ -130,9 +128,8 @@ def kinds(
     for name in KERNELS:
         kernel: Kernel = resolve(KERNELS, name, "kernel")
         variant = kernel.variant(dtype)
-        yield Kind(
-            name, variant, kernel.reasons(device, *variant), kernel.check_on(device, *variant)
-        )
+        reasons = kernel.reasons(device, *variant)
+        yield Kind(name, variant, reasons, kernel.check_on(device, *variant))
     yield _captured_step(spec)
 
 

@@ -41,9 +41,8 @@ def check_captured_step(make_engine: Callable[..., Any], verifier: Verifier) -> 
 
 def _deviation(make_engine: Callable[..., Any], verifier: Verifier, num_drafts: int) -> Deviation:
     """The deviation of steps with so many drafts."""
-    tokens, logprobs = _generate(
-        make_engine, verifier, num_drafts, capturing.CudaCapture(verifier.device)
-    )
+    capture = capturing.CudaCapture(verifier.device)
+    tokens, logprobs = _generate(make_engine, verifier, num_drafts, capture)
     expected_tokens, expected = _generate(make_engine, verifier, num_drafts, LaunchAgain())
     if tokens != expected_tokens:
         raise BackendError(

@@ -205,9 +205,8 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
         def launch() -> None:
             token_ids, position_ids, slot_mapping = inputs[: 3 * count].view(3, count)
-            slots, logit_rows, seq_lens, row_counts, next_token_ids = inputs[3 * count :].view(
-                5, num_reqs
-            )
+            rest = inputs[3 * count :].view(5, num_reqs)
+            slots, logit_rows, seq_lens, row_counts, next_token_ids = rest
             block_table = state.block_table.index_select(0, slots)
             metadata = AttentionMetadata.uniform(
                 width, seq_lens.int(), block_table, slot_mapping, max_seq_len=max_seq_len

@@ -413,9 +413,7 @@ def _decode(
     if shortest is not None:
         known[-1] = min(known[-1], shortest)
     with _with_graphs(engine, captured):
-        requests = [
-            _request(slot, 1, sampling, num_kv_tokens=length) for slot, length in enumerate(known)
-        ]
+        requests = [_request(slot, 1, sampling, num_kv_tokens=n) for slot, n in enumerate(known)]
         slots.begin(requests)
         slots.seq_lens.index_copy_(0, slots.slot_indices(requests), slots.tensor(known))
         if runner.drafter:

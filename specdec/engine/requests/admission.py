@@ -69,11 +69,8 @@ class Admission:
     ) -> None:
         self.verifier: Verifier | Target = verifier
         self.grammars, self._far = grammars, False
-        self.max_model_len, self._block_size, self._num_blocks = (
-            max_model_len,
-            block_size,
-            num_blocks,
-        )
+        self.max_model_len = max_model_len
+        self._block_size, self._num_blocks = block_size, num_blocks
         self._overshoot, self._predicts = overshoot, predicts
         self._check_drafts = check_drafts
         self._ids = count()
@@ -275,10 +272,8 @@ class Admission:
 
     def _check_tokens_of(self, sampling: SamplingParams) -> None:
         """Raises where the sampling names tokens that the target does not have."""
-        size, ends = (
-            self.verifier.vocab_size,
-            sampling.stop_token_ids if sampling.min_tokens else (),
-        )
+        size = self.verifier.vocab_size
+        ends = sampling.stop_token_ids if sampling.min_tokens else ()
         for token in [*ends, *(token for token, _ in sampling.logit_bias)]:
             if not 0 <= token < size:
                 raise InvalidInputError(

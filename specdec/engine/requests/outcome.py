@@ -43,9 +43,8 @@ def take_over(launch: Launch) -> Outcome:
     any_limited = launch.selection.plan.limited
     tree_size = shape.drafts if shape is not None and shape.is_tree else 0
     token_ids, logprobs = columns.token_ids, columns.logprobs
-    results = zip(
-        launch.requests, columns.num_accepted, columns.num_drafts, columns.flags, strict=True
-    )
+    counts = columns.num_accepted, columns.num_drafts, columns.flags
+    results = zip(launch.requests, *counts, strict=True)
     for index, (request, num_accepted, num_drafts, flags) in enumerate(results):
         if request.status is not _RUNNING:
             continue

@@ -167,9 +167,8 @@ class PrefixCache:
         if context != "later":
             self._offer(request, start if self._late else request.num_kv_tokens)
         if self._recurrent:
-            self._sequences[request.request_id].num_in_state = (
-                request.num_kv_tokens if plain else start
-            )
+            num_in_state = request.num_kv_tokens if plain else start
+            self._sequences[request.request_id].num_in_state = num_in_state
             self._settle(request)
 
     def copies(self, requests: Sequence[Request]) -> list[tuple[int, int]]:

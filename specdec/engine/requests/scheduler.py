@@ -34,9 +34,8 @@ class Chunk:
         request = self.request
         if not request.num_to_score:
             return range(0)
-        return range(
-            max(self.start, request.num_scored), min(self.end, len(request.prompt_token_ids) - 1)
-        )
+        end = min(self.end, len(request.prompt_token_ids) - 1)
+        return range(max(self.start, request.num_scored), end)
 
 
 @dataclass(slots=True)
@@ -295,9 +294,8 @@ class Scheduler:
         self.prefix.withdraw(request)
         self.working.remove(request)
         request.block_ids, request.slot = [], -1
-        request.num_prefilled = request.num_kv_tokens = request.num_in_flight = (
-            request.num_deferred
-        ) = 0
+        request.num_prefilled = request.num_kv_tokens = 0
+        request.num_in_flight = request.num_deferred = 0
         return freed
 
 

@@ -162,9 +162,8 @@ def malformed(schema: Mapping[str, Any]) -> list[str]:
         for keyword, value in schema.items()
         if keyword in FORMS and not FORMS[keyword][0](value)
     ]
-    crossed = (
-        (least, most) for least, most in PAIRS if not found and least in schema and most in schema
-    )
+    pairs = () if found else PAIRS
+    crossed = ((least, most) for least, most in pairs if {least, most} <= schema.keys())
     return found + [
         f"{least} above {most}" for least, most in crossed if schema[least] > schema[most]
     ]

@@ -223,9 +223,8 @@ class _Reader:
         if sign and sign in "dDwWsS":
             self._place += 2
             return named(sign)
-        code = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})").match(
-            self._pattern, self._place + 1
-        )
+        character = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})")
+        code = character.match(self._pattern, self._place + 1)
         if code is not None:
             self._place = code.end()
             return self._literal(chr(int(code[1] or code[2], 16)))

@@ -144,9 +144,7 @@ class Root:
 
     def disjoint(self, options: list[Any]) -> bool:
         """Whether it is plain that no value fits two options."""
-        leaves = [
-            (number, leaf) for number, option in enumerate(options) for leaf in self.leaves(option)
-        ]
+        leaves = [(n, leaf) for n, option in enumerate(options) for leaf in self.leaves(option)]
         owners: dict[str, int] = {}
         kinds: set[str] = set()  # of constants
         rest: list[tuple[int, Any]] = []
@@ -248,13 +246,10 @@ class Root:
             return True
         named, array = properties_of(schema), rows_of(schema)
         rows = array.get("prefixItems", [])[: int(schema.get("minItems", 0))]
-        more = (
-            [array["items"]] if schema.get("minItems", 0) > len(rows) and "items" in array else []
-        )
-        parts = {
-            "object": [named[one] for one in schema.get("required", ())],
-            "array": [*rows, *more],
-        }
+        many = schema.get("minItems", 0) > len(rows) and "items" in array
+        more = [array["items"]] if many else []
+        needed = [named[one] for one in schema.get("required", ())]
+        parts = {"object": needed, "array": [*rows, *more]}
         return any(all(self._finite(part, known) for part in parts[name]) for name in types)
 
 
@@ -308,10 +303,6 @@ def _kinds(schema: Any) -> set[str]:
         return set()
     constants = _constants(schema)
     if constants is not None:
-        return {
-            name
-            for name in TYPES
-            for value in constants
-            if name != "integer" and is_of(value, name)
-        }
+        names = TYPES.keys() - {"integer"}
+        return {name for name in names for value in constants if is_of(value, name)}
     return {"number" if name == "integer" else name for name in types_of(schema)}

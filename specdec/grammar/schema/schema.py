@@ -195,9 +195,8 @@ class _Reader:
             self._refuse(f"allOf with several options at {path}")
         # as one list they compile much sooner
         if parts and all(part.keys() <= {"const", "enum"} and part for part in parts):
-            return {
-                "enum": [value for part in parts for value in part.get("enum", [part.get("const")])]
-            }
+            values = (part.get("enum", [part.get("const")]) for part in parts)
+            return {"enum": [value for some in values for value in some]}
         return {"anyOf": parts} if choice != "allOf" else parts[0] if parts else {}
 
     def _reference(self, reference: str, path: Place) -> dict[str, Any]:
@@ -212,9 +211,7 @@ class _Reader:
 
     def _beside(self, schema: Mapping[str, Any], choice: str, path: Place) -> Iterator[str]:
         """What stands beside a keyword that is held to alone, and excludes something."""
-        values = (
-            [schema["const"]] if choice == "const" else schema["enum"] if choice == "enum" else None
-        )
+        values = {"const": [schema.get("const")], "enum": schema.get("enum")}.get(choice)
         types = types_of(schema)
         for keyword in WORDS & schema.keys() - {choice}:
             if keyword == "type" and values is not None:
@@ -282,9 +279,8 @@ class _Reader:
             if asked not in LONGEST:
                 self._note(f"maxLength {most} beside format {asked} at {path} is not held to")
             most = None
-        return {
-            "pattern": self._mark(Text(patterns, least, most, in_json=True, formats=formats), path)
-        }
+        text = Text(patterns, least, most, in_json=True, formats=formats)
+        return {"pattern": self._mark(text, path)}
 
     def _mark(self, text: Text, path: Place) -> str:
         """A pattern that stands for a string of our own."""
@@ -368,9 +364,8 @@ class _Reader:
             self._refuse(
                 f"minProperties above 1 where names are free, and so may come twice, at {path}"
             )
-        if (
-            not {"properties", "patternProperties", "propertyNames"} & own.keys()
-            and further is None
+        if further is None and own.keys().isdisjoint(
+            {"properties", "patternProperties", "propertyNames"}
         ):
             own["additionalProperties"] = {}
         escaped = [

@@ -132,9 +132,7 @@ class Text:
             (ord(sign), ord(sign)) for code, sign in SHORT.items() if both(some, ((code, code),))
         )
         ways = ([_class(plain)] if plain else []) + ([f'"\\\\" {_class(short)}'] if short else [])
-        ways = ways or [
-            f'"\\\\u{code:04x}"' for first, last in some for code in range(first, last + 1)
-        ]
+        ways = ways or [f'"\\\\u{code:04x}"' for a, b in some for code in range(a, b + 1)]
         return ways[0] if plain and len(ways) == 1 else f"({'|'.join(ways)})"
 
 

@@ -110,9 +110,8 @@ def join(settings: Settings) -> Executor:
     """The end of another rank that rank 0 has started."""
     rank, size = settings["rank"], settings["size"]
     where = device_of_rank(torch.device(settings["device"]), rank, size)
-    return _meet(
-        rank, size, Path(settings["folder"]), where, None, bytes.fromhex(settings["secret"])
-    )
+    folder, secret = Path(settings["folder"]), bytes.fromhex(settings["secret"])
+    return _meet(rank, size, folder, where, None, secret)
 
 
 class Started(Ranks):
@@ -232,11 +231,8 @@ def _join_torchrun(device: torch.device) -> Executor:
     try:
         executor.follow()
     except BaseException as error:  # whatever it is, somebody has to be told
-        print(
-            f"specdec: error: rank {group.rank} failed: {one_line(error)}",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"specdec: error: rank {group.rank} failed: {one_line(error)}"
+        print(line, file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)
 
@@ -251,9 +247,8 @@ def _leave(executor: Executor) -> None:
     executor.end()
     if executor.failed and torch.cuda.is_initialized():
         # with status 1
-        faulthandler.dump_traceback_later(
-            PATIENCE, exit=True, file=os.open(os.devnull, os.O_WRONLY)
-        )
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(PATIENCE, exit=True, file=nowhere)
 
 
 def _watch(executor: Executor, processes: Sequence[int]) -> None:

@@ -184,9 +184,8 @@ def check_candidates(device: torch.device) -> Deviation:
     ]
     sampling = SamplingTensors.of(params, range(len(params)))
     generator = torch.Generator().manual_seed(0)
-    logits = (
-        3 * torch.randn(len(params), 2, triton_candidates.SLICE + 5, generator=generator).bfloat16()
-    )
+    shape = len(params), 2, triton_candidates.SLICE + 5
+    logits = 3 * torch.randn(shape, generator=generator).bfloat16()
     weights = torch.rand(2, len(params), 2, generator=generator) + 0.5
     positions, target_ids = (
         torch.arange(2).expand(len(params), 2) + 2**33,

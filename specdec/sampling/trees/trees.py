@@ -137,9 +137,8 @@ def _level_beams(scores: Tensor, num_nodes: int) -> BestPaths:
     )
     positions, above = rows.positions[best], rows.parents[best] + kept // count
     ranks = kept % count
-    row_of = rows.none.expand(len(scores), -1).scatter(
-        1, best + 1, rows.of_nodes.expand(len(scores), -1)
-    )
+    nodes = rows.of_nodes.expand(len(scores), -1)
+    row_of = rows.none.expand(len(scores), -1).scatter(1, best + 1, nodes)
     parents = row_of.gather(1, above)
     tree = DraftTree(parents, positions + 1, ancestors_of(parents, depth), ranks)
     return BestPaths(tree, positions * count + ranks, totals)
@@ -163,9 +162,7 @@ def _rows(widths: tuple[int, ...], num_nodes: int, device: torch.device) -> _Row
         for width, first in zip(widths, firsts, strict=False)
     ]
     parents = torch.cat(levels)
-    positions = torch.cat(
-        [torch.full_like(level, position) for position, level in enumerate(levels)]
-    )
+    positions = torch.cat([torch.full_like(level, i) for i, level in enumerate(levels)])
     return _Rows(
         positions,
         parents,
@@ -244,9 +241,8 @@ def check_trees(device: torch.device) -> Deviation:
         on_device = triton_trees.best_first(edges.to(device), num_nodes)
         tree, places, totals, _ = _level_beams(scores, num_nodes)
         plain = (tree.parents, tree.depths, tree.ancestors, tree.ranks, places, totals)
-        found += [
-            mismatches(ours, expected) for ours, expected in zip(on_device, plain, strict=True)
-        ]
+        pairs = zip(on_device, plain, strict=True)
+        found += [mismatches(ours, expected) for ours, expected in pairs]
         target_ids = torch.randint(2, (shape[0], num_nodes + 1), generator=generator)
         num_drafts = torch.randint(num_nodes + 1, shape[:1], generator=generator)
         arguments = tree.ranks, tree, target_ids, shape[1], num_drafts

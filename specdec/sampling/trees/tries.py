@@ -86,16 +86,14 @@ def _plain_trie(
     kept = own[:, None] * (keep[:, None] if isinstance(keep, Tensor) else keep) ** depths.squeeze(2)
     share = torch.where(agreeing, kept[:, :, None], 0.0).sum(dim=3) / own.sum(dim=1)[:, None, None]
     is_first = ~agreeing.tril(-1).any(dim=3)
-    paths = torch.where(
-        (places < depths) & (depths <= lengths[:, None, :, None]), tokens[:, None], -1
-    )
+    within = (places < depths) & (depths <= lengths[:, None, :, None])
+    paths = torch.where(within, tokens[:, None], -1)
     drafts = _best(
         paths.flatten(1, 2), is_first.flatten(1), share.flatten(1), num_nodes, len(places)
     )
     counts = torch.arange(num_nodes, device=paths.device) < drafts.num_drafts[:, None]
-    return drafts._replace(
-        scores=torch.where(counts, drafts.scores, 0.0).log().cummin(dim=1).values
-    )
+    scores = torch.where(counts, drafts.scores, 0.0).log()
+    return drafts._replace(scores=scores.cummin(dim=1).values)
 
 
 def common_prefixes(paths: Tensor) -> Tensor:
@@ -148,10 +146,8 @@ def _paths(drafts: ScoredDrafts, depth: int) -> Tensor:
     """The tokens from the anchor to each draft, int64 [num_reqs, N, depth], then -1; only that
     where a draft does not count.
     """
-    tree, nodes = (
-        drafts.tree,
-        torch.arange(drafts.token_ids.shape[1], device=drafts.token_ids.device),
-    )
+    tree, tokens = drafts.tree, drafts.token_ids
+    nodes = torch.arange(tokens.shape[1], device=tokens.device)
     above = (tree.ancestors[:, :, None] >> nodes) & 1 == 1  # [num_reqs, draft, one on its path]
     # [num_reqs, that one, its depth]
     at = tree.depths[:, :, None] == torch.arange(1, depth + 1, device=nodes.device)

@@ -102,9 +102,8 @@ def best_first(edges: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
         [num_reqs, N].
     """
     num_reqs, depth, _, count = edges.shape
-    assert (
-        edges.dtype == torch.float32 and edges.stride(-1) == 1 and num_nodes <= 64 and count <= 256
-    )
+    assert edges.dtype == torch.float32 and edges.stride(-1) == 1
+    assert num_nodes <= 64 and count <= 256
     found = torch.empty(5, num_reqs, num_nodes, dtype=torch.int64, device=edges.device)
     totals = torch.empty(num_reqs, num_nodes, dtype=torch.float32, device=edges.device)
     options = {"num_warps": 1, **overlap_options(edges.device)}

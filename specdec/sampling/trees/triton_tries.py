@@ -270,10 +270,8 @@ def trie(
         and continuations.dtype == lengths.dtype == torch.int64
         and count * depth < 2**15
     )
-    assert (
-        weights.shape == keep.shape == lengths.shape
-        and weights.dtype == keep.dtype == torch.float32
-    )
+    assert weights.shape == keep.shape == lengths.shape
+    assert weights.dtype == keep.dtype == torch.float32
     found, scores, num_drafts = _room(num_reqs, num_nodes, continuations.device)
     with on_device(continuations):
         _trie_kernel[(num_reqs,)](

@@ -110,9 +110,8 @@ class Answer:
                 (result.logprobs, result.top_logprobs),
                 (result.prompt_logprobs, result.prompt_top_logprobs),
             ):
-                count += len(values or ()) * (
-                    1 + max(map(len, filter(None, tops or ())), default=0)
-                )
+                widest = max(map(len, filter(None, tops or ())), default=0)
+                count += len(values or ()) * (1 + widest)
         return count
 
     def openings(self) -> Iterator[dict[str, Any]]:
@@ -178,11 +177,9 @@ class Answer:
 
     def name(self, token: int) -> str:
         """The text of a single token, or its number where the request wants that."""
-        return (
-            f"token_id:{token}"
-            if self.asked.return_tokens_as_token_ids
-            else self.tokens.text(token)
-        )
+        if self.asked.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return self.tokens.text(token)
 
     def _framed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._frame, "object": kind, "choices": choices}

@@ -100,10 +100,8 @@ class CallCompletion(ChatCompletion):
                     call = self._call(index, name)
                     yield {"tool_calls": [{"index": self._num_calls[index] - 1, **call}]}
             else:
-                more = {
-                    "index": self._num_calls[index] - 1,
-                    "function": {"arguments": "".join(texts)},
-                }
+                function = {"arguments": "".join(texts)}
+                more = {"index": self._num_calls[index] - 1, "function": function}
                 yield {"tool_calls": [more]}
 
     def _call(self, index: int, name: str) -> dict[str, Any]:

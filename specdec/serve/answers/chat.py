@@ -72,9 +72,8 @@ class ChatCompletion(Answer):
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The answer in one piece."""
         whole = super().whole(results)
-        return (
-            {**whole, "prompt_token_ids": self.prompts[0]} if self.asked.return_token_ids else whole
-        )
+        more = {"prompt_token_ids": self.prompts[0]} if self.asked.return_token_ids else {}
+        return whole | more
 
     def choice(
         self, result: GenerationResult, index: int, first: GenerationResult

@@ -93,6 +93,5 @@ class Completion(Answer):
 
     def _name(self, token: int) -> str:
         """Unlike in chats, bytes for parts of characters: tokens are told apart by name."""
-        return (
-            self.name(token) if self.asked.return_tokens_as_token_ids else self.tokens.name(token)
-        )
+        name = self.name if self.asked.return_tokens_as_token_ids else self.tokens.name
+        return name(token)

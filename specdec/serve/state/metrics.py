@@ -70,10 +70,8 @@ class Metrics(Collector):
             yield self._one(
                 CounterMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels)), value
             )
-        name, text = (
-            f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted by position.",
-        )
+        name = f"{prefix}:spec_decode_num_accepted_tokens_per_pos"
+        text = "Drafts accepted by position."
         yield self._by(
             CounterMetricFamily(name, text, labels=[*self._labels, "position"]),
             enumerate(totals.accepted),
@@ -100,9 +98,8 @@ class Metrics(Collector):
             ("num_requests_waiting", self._front.num_waiting, "Outputs that wait for a place."),
             ("kv_cache_usage_perc", usage, "Share of the cache's blocks in use, from 0 to 1."),
         ):
-            yield self._one(
-                GaugeMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels)), value
-            )
+            family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels))
+            yield self._one(family, value)
 
     def _histograms(self, prefix: str, totals: Totals) -> Iterator[Metric]:
         for name, counted, text in (

@@ -75,9 +75,8 @@ class Totals:
         self.verified: list[int] = []
         self.offered: list[int] = []
         self.accepted: list[int] = []
-        self.first_token, self.between_tokens, self.per_token, self.whole = (
-            Histogram() for _ in range(4)
-        )
+        self.first_token, self.between_tokens = Histogram(), Histogram()
+        self.per_token, self.whole = Histogram(), Histogram()
         self.request_prompt, self.request_output = Histogram(TOKENS), Histogram(TOKENS)
 
     @property
