@@ -18,8 +18,7 @@ class Divergence:
         position: first output token that differs, counted from 0.
         plain_token_id, speculative_token_id: what stands there; None where that output has ended.
         margin: the target's largest logit there less its second largest, both unprocessed.
-        resolution: distance between neighboring numbers of the target's dtype at the size of that
-            logit.
+        resolution: distance of neighboring numbers of the target's dtype at the size of that logit.
     """
 
     index: int

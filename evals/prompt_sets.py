@@ -157,9 +157,8 @@ def load_prompt_set(
 
     Args:
         name: one of `SET_NAMES`, or any name that `files` has.
-        files: local JSONL file by name of the set. Rows of a set of the user's own have `turns` (a
-            list), `messages`, `prompt`, `question` or `problem`, and perhaps `answer` and
-            `category`.
+        files: local JSONL file by name of the set. Rows of a user's own set have `turns` (a list),
+            `messages`, `prompt`, `question` or `problem`, and perhaps `answer` and `category`.
         limit: only the first rows.
         per_category: only the first rows of every category.
 

@@ -82,8 +82,7 @@ def run_set(
     on_turn: OnTurn | None = None,
     generate: Generate | None = None,
 ) -> Pass:
-    """Decodes every turn of every item; a later turn sees the answers that the same system gave
-    before.
+    """Decodes every turn of every item; a later turn sees the same system's answers.
 
     The clock runs while the system decodes. Tokenizing prompts and turning answers into text for
     the next turn are outside it.

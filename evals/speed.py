@@ -43,8 +43,7 @@ class Speed:
         return min(self.tokens_per_second, default=0.0), max(self.tokens_per_second, default=0.0)
 
     def ratio(self, baseline: "Speed") -> float | None:
-        """How many times faster than `baseline`, median against median; None when the baseline has
-        no speed.
+        """How many times faster than `baseline`, median against median; None for one without speed.
 
         >>> Speed(num_tokens=[100], seconds=[1.0]).ratio(Speed(num_tokens=[100], seconds=[2.0]))
         2.0

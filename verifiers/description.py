@@ -43,8 +43,7 @@ class Description:
     Attributes:
         names: expressions, and what replaces them in the names of transformers' tensors, so that
             they become those of Llama or, for recurrent layers, of Qwen3-Next.
-        factors: of tensors of every layer by name, where there are such; they are multiplied into
-            them.
+        factors: of tensors of every layer by name, which they are multiplied into.
         ropes: RoPE parameters of each layer, as `specdec.layers.rotary.rotary.Rope.of` takes them;
             None where nothing is rotated.
         interleaved: RoPE turns neighboring numbers against each other instead of halves.

@@ -30,8 +30,7 @@ def divisions(
     dtype: torch.dtype,
     packed: bool,
 ) -> dict[int, int]:
-    """Bytes of a rank's weights, by the number of ranks, one included; of numbers that divide the
-    target alone.
+    """Bytes of a rank's weights, by the number of ranks, one included, that divide the target.
 
     Args:
         config: of the text model, which our own layers run.

@@ -114,8 +114,7 @@ def random_model(
 
 @torch.no_grad()
 def write_weights(model: PreTrainedModel, folder: Path, *, wrapped: bool = False) -> None:
-    """Writes the weights of what `random_model` made, so that another system can have the same
-    ones.
+    """Writes the weights of what `random_model` made, so that another system has the same.
 
     Args:
         model: whose tensors are published under other names and shapes, which are written.

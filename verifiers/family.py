@@ -90,13 +90,11 @@ class Family:
             halves or neighbors against each other, whatever that of attention does.
         sinks: some layers, or all, have sinks.
         chunked: some layers attend within chunks.
-        sliding_kv_heads: sliding layers have so many times the key and value heads that the config
-            states.
+        sliding_kv_heads: sliding layers have so many times the config's key and value heads.
         recurrent: its layers that keep a state, which `layer_types` of the config tells.
         experts: how transformers keeps the weights of joined experts.
         renamed: expressions for names of tensors in published files, and what replaces them there.
-        wide: parts of names of tensors that transformers has in float32, beyond those that its
-            class names.
+        wide: parts of names of tensors that transformers has in float32, beyond its class'.
         against: reasons against a model of this type, from its config.
         prediction: its layers for multi-token prediction.
         wrappers: model types of composites with such a text part, which is a decoder by itself:

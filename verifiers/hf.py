@@ -36,8 +36,7 @@ from verifiers.weights.weights import Weights
 def load_model(
     path: str, config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A model whose attention is ours, on the CPU, and the names of tensors that the checkpoint
-    lacks.
+    """A model whose attention is ours, on the CPU, and the tensors that the checkpoint lacks.
 
     Of a composite it is the text part.
     """
@@ -96,16 +95,14 @@ def verifier_for(
     weights over, else `HFVerifier`.
 
     Args:
-        model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, on its
-            device.
+        model: a causal language model with `attn_implementation=ATTENTION_NAME`, on its device.
         name: how to call it in messages.
         backend: attention over the cache.
         fuse: False runs every model through its own modules, but for latent attention and what
             `verifiers.config.shape.peculiarity` names, which they do not have on our cache.
 
     Raises:
-        UnsupportedModelError: only our own layers could run it, and its projections are no plain
-            ones.
+        UnsupportedModelError: only our own layers could run it, and its projections are not plain.
     """
     stated = getattr(model.generation_config, "eos_token_id", None)
     ends = eos_token_ids(stated, model.config.eos_token_id)

@@ -78,8 +78,7 @@ def load_verifier(
             ends them. None says nothing of it, either: the target gets no requests.
 
     Raises:
-        UnsupportedModelError: the architecture cannot run yet; said from its config, before weights
-            are read.
+        UnsupportedModelError: the architecture cannot run yet; said before weights are read.
         CheckpointError: nothing there, damaged files, or tensors missing.
         BackendError: no backend, or not the named one, can serve the model.
     """

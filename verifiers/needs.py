@@ -56,8 +56,7 @@ class Needs:
         caches: what is kept of requests, in words.
         token_bytes: of the paged cache per token.
         request_bytes: of states per request, with `max_rows` rows in a step.
-        stored: what the weights are in the file: a quantization method, a type of numbers, or
-            types of ggml.
+        stored: weights in the file: a quantization method, a type of numbers, or types of ggml.
         weights: bytes in memory.
         unpacked: quantized weights become plain numbers there.
         gpu_bytes: memory of one GPU.

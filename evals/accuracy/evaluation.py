@@ -40,8 +40,7 @@ class EvalConfig:
         seed: for sampled answers.
         log_samples: keep lm-eval's record of every sample.
         peers: models of lm-eval that answer as well, see `evals.accuracy.lm_eval_peers`.
-        folder: where the report, the journals of both sides and the samples go; None writes
-            nothing.
+        folder: where report, journals of both sides and samples go; None writes nothing.
     """
 
     tasks: tuple[str, ...]
@@ -74,8 +73,7 @@ def evaluate(
 ) -> Report:
     """Evaluates plain and speculative decoding one after the other and compares them.
 
-    With a folder, every finished sample is stored at once, and a run that died goes on where it
-    stopped.
+    With a folder, every finished sample is stored at once; a run that died goes on there.
 
     Args:
         system: target and drafter.

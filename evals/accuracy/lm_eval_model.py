@@ -47,8 +47,7 @@ from specdec.session.text import text_of
 
 @register_model("specdec")
 class SpecdecLM(TemplateLM):
-    """lm-eval's view of a `SpecDecoder`; generation goes through the engine, scoring through the
-    target.
+    """lm-eval's view of a `SpecDecoder`; generation goes through the engine, scoring the target.
 
     Args:
         pretrained: "embedded", a folder, or a hub name.
@@ -61,8 +60,7 @@ class SpecdecLM(TemplateLM):
         max_batch_size: ignored, for the engine needs no search for a size.
         max_length: most tokens of prompt and output together; None takes the model's limit.
         max_gen_toks: most new tokens where a task does not say.
-        seed: request `i` of a call samples with `seed + i`, unless the task's own arguments hold a
-            seed.
+        seed: request `i` of a call samples with `seed + i`, unless the task's arguments hold one.
         enable_thinking: variable of the chat template that turns thinking on or off.
         chat_template_args: other variables of the chat template.
         think_end_token: text or id of the token that ends the thinking; answers begin behind the
@@ -70,8 +68,7 @@ class SpecdecLM(TemplateLM):
         others: those of other models of lm-eval; what asks for nothing is let be.
         decoder: an existing one instead of all of the above but max_gen_toks, seed and
             think_end_token.
-        system: what generates instead of a decoder, see `evals.system`; then given texts cannot be
-            scored.
+        system: what generates in its place, see `evals.system`; then given texts cannot be scored.
         journal: where finished samples are looked up and stored.
         title: in front of the progress bar.
 

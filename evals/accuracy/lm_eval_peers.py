@@ -34,8 +34,7 @@ def harness_peer(name: str, system: LocalSystem, think_end_token: str | None = N
     Args:
         name: one of `PEERS`, or with a folder.
         system: ours; its target's weights are taken where there is no folder, with their type, its
-            device, its number of requests at once and its length, and conversations are read
-            as ours are.
+            device, requests at once and length; conversations are read as ours.
         think_end_token: what ends the thinking.
 
     Raises:

@@ -25,8 +25,7 @@ class Sample:
         task, doc_id: whose it is.
         prompt_token_ids, token_ids, text: as in `GenerationResult`.
         greedy: whether it was decoded greedily.
-        seconds: time since the sample before it was finished; the sum over all samples is the time
-            of decoding.
+        seconds: time since the sample before it was finished; their sum is the time of decoding.
         stats: verify steps.
     """
 

@@ -120,12 +120,10 @@ class Bench:
                 )
 
     def run(self, provenance: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Measures cell by cell; yields the report after each, which is complete when the iterator
-        ends.
+        """Measures cell by cell; yields the report after each, complete when the iterator ends.
 
         A cell is a prompt set at one temperature and one concurrency. Its sides, plain decoding and
-        every drafter with every k, take turns, so that a change of the machine's speed meets all of
-        them.
+        every drafter with every k, take turns, so that changes of the machine's speed meet all.
         """
         config = self._config
         report = new_report("specdec-bench", provenance, config.settings)

@@ -68,8 +68,7 @@ class _Side(Side):
 
 
 class ClusterBench:
-    """A sweep whose conversations are spread over engines. Speeds are those of one engine, whatever
-    their number.
+    """A sweep whose conversations are spread over engines. Speeds are those of one engine.
 
     Args:
         pool: its spec names the target, and no drafter.

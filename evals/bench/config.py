@@ -45,8 +45,7 @@ class BenchConfig:
         concurrencies: conversations decoded at once.
         max_tokens: most output tokens per turn.
         repeats: timed passes of every side, taken in turn.
-        warmup: untimed passes before them, and more while steps are still captured, up to
-            `MAX_WARMUP`.
+        warmup: untimed passes before them, and more while steps are captured, up to `MAX_WARMUP`.
         seed: item `i` uses `seed + i`.
         raw: continue prompts as text, without the chat template.
         peers: other systems to measure beside, see `evals.peers.peer`.

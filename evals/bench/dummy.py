@@ -38,8 +38,7 @@ class DummyConfig:
         prompt_tokens: lengths of prompts. The first is measured with every number of requests,
             further ones with one request.
         concurrencies: requests at once.
-        verify_rows: rows per request of steps that verify a chain of drafts; 1 leaves such steps
-            out.
+        verify_rows: rows per request of steps that verify a chain of drafts; 1 for none.
         trees: drafts per request of steps that verify a tree.
         steps: timed steps of a pass.
         repeats: timed passes of every side, taken in turn.
@@ -150,8 +149,7 @@ class DummyBench:
         self._vocab_size, self._group = verifier.vocab_size, group_of(verifier)
 
     def run(self, provenance: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Measures part by part; yields the report after each, which is complete when the iterator
-        ends.
+        """Measures part by part; yields the report after each, complete when the iterator ends.
 
         Raises:
             InvalidInputError: the peer is not installed, or the target is on a CPU.

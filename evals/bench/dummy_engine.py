@@ -41,8 +41,7 @@ PLAIN = BlockShape(0)
 
 
 class FreeDrafter(Drafter):
-    """Random drafts, the same in every step, that take no time to make: what is left of a step is
-    the target's.
+    """Random drafts, the same in every step, that take no time: the rest of a step is the target's.
 
     Args:
         depth: positions of which there are drafts.
@@ -148,8 +147,7 @@ class OwnSteps:
         room: sizes the cache, and no larger.
         shape: of each request's block in a step; None has the engine choose it step by step.
         drafter: makes the drafts; None takes `FreeDrafter`.
-        survival: rates at which drafts are accepted, see `StepRunner.force`; None leaves it to
-            the target.
+        survival: rates of accepted drafts, see `StepRunner.force`; None leaves it to the target.
         graphs: see `EngineConfig`.
 
     Attributes:

@@ -41,8 +41,7 @@ class Side:
         return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
 
     def row(self, plain: Side, prompts: PromptSet, *, raw: bool) -> dict[str, Any]:
-        """Figures of the side beside plain decoding; those of acceptance come from its first timed
-        pass.
+        """Figures of the side beside plain decoding; acceptance is that of its first timed pass.
 
         Args:
             plain: the side that ratios refer to.

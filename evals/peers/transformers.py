@@ -103,8 +103,7 @@ def load_lookup(detail: str | None, *, verifier: Verifier) -> TransformersPeer:
 
 
 def _padded(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask [num_prompts, longest], padded on the left with the prompt's own first
-    token.
+    """Ids and attention mask [num_prompts, longest], padded on the left with the first token.
 
     A repetition penalty may count what pads.
     """

@@ -185,8 +185,7 @@ def _without_other_weights(folder: Path) -> TemporaryDirectory[str] | None:
     """Links to the files of `folder` save the weights that Transformers leaves aside; None when
     there are none.
 
-    Where there is no index, Transformers reads `model.safetensors` alone and vLLM every safetensors
-    file.
+    Without an index, Transformers reads `model.safetensors` alone and vLLM every safetensors file.
     """
     weights = folder / "model.safetensors"
     others = [file for file in folder.glob("*.safetensors") if file != weights]

@@ -59,8 +59,7 @@ class VllmSteps:
         max_model_len: most tokens of prompt and output together.
         spare: bytes of each accelerator to leave free beside what is taken already.
         ranks: GPUs that compute the model together, from the first.
-        weights: folder with safetensors files, which gets the config; None takes vLLM's own dummy
-            weights.
+        weights: folder with safetensors files, which gets the config; None takes dummy weights.
         speculation: vLLM's options for a drafter; None decodes plainly.
 
     Raises:

@@ -44,8 +44,7 @@ class StepProfile:
         context: tokens of the longest conversation when the measurement began.
         step_ms: milliseconds per step, one entry per step, measured without the profiler, as steps
             follow one another.
-        busy_ms: milliseconds per step in which the accelerator ran a kernel, as profiled; None on a
-            CPU.
+        busy_ms: milliseconds per step in which a kernel ran, as profiled; None on a CPU.
         bandwidth: bytes per second that the device reads.
         step_bytes: bytes that a step has to read.
         kernels: the longest first; GPU kernels on an accelerator, operators on a CPU.

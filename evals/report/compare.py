@@ -21,8 +21,7 @@ def compare_reports(one: Report, other: Report | None = None) -> str:
             sides with drafts.
 
     Raises:
-        InvalidInputError: the reports have nothing in common, or are of a kind that is not
-            compared.
+        InvalidInputError: the reports have nothing in common, or a kind that is not compared.
     """
     if one["schema"] == "specdec-dummy-bench":
         raise InvalidInputError(

@@ -35,8 +35,7 @@ MODEL = ("dtype", "weights", "kv_dtype", "prefill_dtype", "generation_config")
 
 def paired_lines(one: Report, other: Report | None) -> list[str]:
     """A line for each kind of tau of every two sides of a part: those that both reports have, and
-    of the others every one of the first with every one of the second; every two sides of one
-    report alone.
+    every other one of the first with every one of the second; every two sides of a report alone.
     """
     other, alone = other or one, other is None
     if why := unlike(one, other):

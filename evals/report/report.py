@@ -49,8 +49,7 @@ def read_report(path: Path, schema: str | None = None) -> Report:
         schema: which one is wanted; None takes any.
 
     Raises:
-        InvalidInputError: missing, not a report, of another schema, or of a version that this code
-            does not read.
+        InvalidInputError: missing, not a report, of another schema, or of an unknown version.
     """
     report = read_json(path, way_out="give a report that specdec bench or eval wrote")
     name = report.get("schema")

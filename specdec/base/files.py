@@ -112,8 +112,7 @@ def read_json(path: Path, *, way_out: str, strict: bool = True) -> dict[str, Any
         strict: see `parse_json`.
 
     Raises:
-        InvalidInputError: the file cannot be read, is not JSON, or holds another kind of JSON
-            value.
+        InvalidInputError: the file cannot be read, is not JSON, or another kind of JSON value.
     """
     return _object(_content(path, way_out), f"{str(path)!r} is", way_out, strict)
 

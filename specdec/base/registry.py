@@ -214,8 +214,7 @@ def resolve(table: Mapping[str, str | Callable[..., Any]], name: str, kind: str)
     """Imports and returns what `name` stands for.
 
     Raises:
-        InvalidInputError: the name is not in the table; the message lists all names, near ones
-            first.
+        InvalidInputError: the name is not in the table; the message lists all, near ones first.
     """
     if name not in table:
         raise unknown_name(table, name, kind)

@@ -46,8 +46,7 @@ class Place(NamedTuple):
     Attributes:
         path: a regular file, a character device, or the name of a file to be made.
         found: what stands there.
-        descriptor: an open file of this process that the path is another name of, as /dev/stdout
-            is.
+        descriptor: an open file of this process that the path names, as /dev/stdout does.
     """
 
     path: Path
@@ -91,8 +90,7 @@ def place_of(path: Path) -> Place:
     """Where writing to `path` leads.
 
     Raises:
-        InvalidInputError: to a folder, a FIFO, a socket or a disk; or the system does not let it be
-            seen.
+        InvalidInputError: to a folder, a FIFO, a socket or a disk; or the system does not show it.
     """
     if "\0" in str(path):
         raise InvalidInputError(
@@ -123,8 +121,7 @@ def check_writable(*paths: str | Path | None) -> None:
     """Refuses output files that could not be written, before hours of work and not after.
 
     Raises:
-        InvalidInputError: see `place_of`; or the file or its folder is closed, or the folder is
-            missing.
+        InvalidInputError: see `place_of`; or file or folder is closed, or the folder is missing.
     """
     for path in [Path(path) for path in paths if path]:
         place = place_of(path)
@@ -252,8 +249,7 @@ def make_folder(name: str | Path) -> Path:
 
 
 def fill_folder(path: Path, files: Mapping[str, Write]) -> None:
-    """Writes files into a folder, in order: a reader takes the folder for whole by the last of
-    them.
+    """Writes files into a folder, in order: the last of them makes the folder whole to readers.
 
     A folder that is new appears with all of them or not at all. One that exists, and may be
     mounted, is filled file by file; where that fails, files that were not there before go again.

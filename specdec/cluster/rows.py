@@ -20,8 +20,7 @@ class Row:
         key: names it in a journal; no two rows of a run share one.
         prompt: text, token ids or chat messages.
         sampling: how to decode every turn.
-        follow_ups: what the user says next, each behind the answer before it; only after chat
-            messages.
+        follow_ups: what the user says next, each behind an answer; only after chat messages.
         said: names of `sampling` that no default of the checkpoint changes, as in a server; None
             where none changes anything.
     """
@@ -81,8 +80,7 @@ class Answer:
         results: one per turn; the last one has an `error` where the row could not be served.
         seconds: for which its engine was busy since the answer before it, or since it was idle; the
             sum over all answers is the time of all engines together.
-        origin: settings of its engine, see `specdec.cluster.origin`; the same for all answers of a
-            run.
+        origin: settings of its engine, see `specdec.cluster.origin`; the same for all of a run.
         node: address of the machine.
     """
 

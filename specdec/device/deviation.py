@@ -16,8 +16,7 @@ class Deviation(NamedTuple):
 
 
 def deviation(actual: Tensor, plain: Tensor, exact: Tensor) -> Deviation:
-    """Root mean square error of `actual`, which may be twice that of `plain` and one unit in the
-    last place.
+    """Root mean square error of `actual`, at most twice that of `plain` and one last place.
 
     Args:
         actual: what is checked, on any device.

@@ -94,8 +94,7 @@ def unseen_gpu() -> str | None:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type called `name`; "auto" is bfloat16, or float32 on a CPU without bfloat16
-    instructions.
+    """The type called `name`; "auto" is bfloat16, float32 on a CPU without its instructions.
 
     Raises:
         InvalidInputError: the name is not float32, bfloat16 or float16.

@@ -135,8 +135,7 @@ def times_of(
 ) -> dict[str, float]:
     """Microseconds of each way, measured once per machine and kept as verdicts are.
 
-    Empty where nothing is timed (`races`), if `SPECDEC_KERNELS` names it, and where measuring
-    failed.
+    Empty where nothing is timed (`races`), if `SPECDEC_KERNELS` names it, or measuring failed.
     """
     if not races(device) or named(name):
         return {}

@@ -1,5 +1,4 @@
-"""AITER, AMD's kernel library: the only file that imports it, and only once a backend needs a
-function.
+"""AITER, AMD's kernel library: the only file that imports it, and only when needed.
 
 The distribution is called `amd-aiter` and the package `aiter`; the distribution called `aiter` is
 an unrelated library. Arguments moved between AITER's versions, so everything is called by keyword,
@@ -311,8 +310,7 @@ def load(family: type[Family]) -> Family:
 
     Raises:
         ImportError: AITER is missing, or a function or keyword is.
-        Exception: of any kind, from AITER's own import, such as a RuntimeError where it finds no
-            ROCm.
+        Exception: of any kind, from AITER's own import, such as a RuntimeError without ROCm.
     """
     functions: dict[str, Any] = {
         name: _function(name, declared) for name, declared in _declared(family).items()

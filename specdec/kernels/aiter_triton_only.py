@@ -1,5 +1,4 @@
-"""AITER's Triton kernels without the rest of AITER, for GPUs that its C++ and assembly kernels are
-not built for.
+"""AITER's Triton kernels without the rest of AITER, for GPUs without its C++ and assembly kernels.
 
 AITER imports without its compiled part when `AITER_TRITON_ONLY` is 1 at that moment. Of what
 attention needs, two functions are left then. They are written for AMD's Triton, which takes
@@ -76,8 +75,7 @@ def _drop_amd_options() -> None:
     """Lets AITER's kernels be launched with AMD's options, leaving out those that a kernel does not
     declare itself.
 
-    Stock Triton refuses a launch with an option it does not know. Nothing else about the kernels
-    changes.
+    Stock Triton refuses a launch with an option it does not know. Kernels change in nothing else.
     """
     for name, module in list(sys.modules.items()):
         for kernel in list(vars(module).values()) if name.startswith(_KERNELS) else ():

@@ -26,8 +26,7 @@ class Kernel:
     Args:
         name: of its verdicts, in messages and in `SPECDEC_KERNELS`.
         check: compares it with plain torch: `check(device)`, or `check(device, dtype)`.
-        dtypes: types of rows that it takes, each of which has a verdict of its own; none: one for
-            all.
+        dtypes: types of rows that it takes, each with its own verdict; none: one for all.
         reasons: why it cannot run, `reasons(device)` or `reasons(device, dtype)`; that of Triton's.
         ways: of a kernel that may be slower than torch, `ways(device, dtype)`: both launches, as
             `OURS` and `TORCH`; see `specdec.device.self_check.times_of`.

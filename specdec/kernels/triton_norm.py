@@ -136,8 +136,7 @@ def add_rms_norm(
     ranks: SharedRows | None = None,
     max_tries: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `factor * (scale * x + residual)`, and that stream itself; the sum is rounded
-    once.
+    """The norm of `factor * (scale * x + residual)`, and that stream; the sum is rounded once.
 
     Args:
         x: [rows, H], or float32 [parts, rows, H]: its sum over the parts counts, rounded to the

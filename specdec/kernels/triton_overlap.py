@@ -8,8 +8,7 @@ import triton.language as tl
 def await_previous(OVERLAP: tl.constexpr) -> None:
     """Waits until the kernel before has ended and its writes are seen.
 
-    Only NVIDIA's chips have this instruction and the next one; elsewhere kernels simply follow each
-    other.
+    Only NVIDIA's chips have this instruction and the next one; elsewhere kernels follow each other.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

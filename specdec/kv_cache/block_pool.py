@@ -42,8 +42,7 @@ class BlockPool:
 
     Args:
         num_blocks: blocks in the cache, the null block included; at least 2.
-        snapshots: rows of the state caches that snapshots may take; None where no layer is
-            recurrent.
+        snapshots: rows of the state caches that snapshots may take; None without recurrent layers.
     """
 
     def __init__(self, num_blocks: int, snapshots: Sequence[int] | None = None) -> None:

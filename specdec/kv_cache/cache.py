@@ -91,8 +91,7 @@ class LatentLayerSpec:
 
     Attributes:
         width: numbers of the vector, the compressed key and value followed by the rotated key.
-        index_bytes: bytes of the indexer's key in whatever form the backend keeps it; 0 without an
-            indexer.
+        index_bytes: bytes of the indexer's key in the backend's form; 0 without an indexer.
         max_tokens: slots that the backend's kernels can address; None is no limit.
     """
 

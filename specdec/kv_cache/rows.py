@@ -74,8 +74,7 @@ def _in_words(rows: Tensor) -> Tensor:
 
 
 def move_rows(tensors: Iterable[Tensor], slots: Tensor, path: Tensor) -> None:
-    """Moves the rows of each request's path to where those of a chain lie; all are read before any
-    is written.
+    """Moves the rows of each request's path to where those of a chain lie; reads before it writes.
 
     Args:
         tensors: of `side_by_side`.

@@ -55,8 +55,7 @@ class HeadAttention:
         wide_norms: norms of all query heads together and of all key heads together, as in OLMo 2
             (arXiv 2501.00656).
         gate: behind keys and values `qkv` has gates, of each number that attention puts out (arXiv
-            2505.06708) or of each head, and this function of them scales it; None where there are
-            none.
+            2505.06708) or of each head, and this function of them scales it; None for none.
         value_dim: numbers of a value head where they are fewer than of a key head. The cache holds
             zeros behind them, so that to a backend keys and values are alike. None for as many.
         value_scale: factor of values.

@@ -26,16 +26,14 @@ class DecoderLayer:
     One of them may be missing.
 
     Attributes:
-        input_norm, mlp_norm: before attention and before the feed-forward sublayer; None where
-            there is none.
+        input_norm, mlp_norm: before attention and before the feed-forward sublayer; None for none.
         attention_norm, output_norm: of what they put out, before it joins the stream; None where
             there is none.
         output: projection of what attention gives.
         input_gate: a third sublayer, which adds what the layer has of the token itself; None where
             there is none.
         factor: [1], of the stream after the layer; None is 1.
-        convolution: of what attention is given, and of what its projection puts out; None where
-            there is none.
+        convolution: of what attention is given, and of what its projection puts out; None for none.
     """
 
     input_norm: Norm | None
@@ -165,8 +163,7 @@ class Decoder:
             embeddings: [T, H], for layers that see them, where they are not `hidden`.
 
         Returns:
-            [T or rows kept, H] after the final norm, and the raw outputs [T, H] of the layers in
-            `taps`.
+            [T or rows kept, H] after the final norm, and raw outputs [T, H] of layers in `taps`.
         """
         ops, tapped, residual = self.ops, {-1: hidden}, hidden
         shared = {EMBEDDINGS: hidden if embeddings is None else embeddings}

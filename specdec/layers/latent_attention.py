@@ -74,8 +74,7 @@ class LatentAttention:
     """Attention to latents that all heads share.
 
     Attributes:
-        down: joins the compressed query, or the query itself where it is not compressed, and the
-            latent.
+        down: joins the compressed query, or the query itself, and the latent.
         query: from the compressed query to the heads, and the norm before it; None where the query
             is not compressed.
         latent_norm: of the compressed key and value.

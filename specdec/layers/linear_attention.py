@@ -20,8 +20,7 @@ class LinearAttention(Attention):
     """Linear attention whose output is normed by group and gated, as in Qwen3-Next and Mamba-2.
 
     Attributes:
-        inputs: to what the recurrence takes of a row, then the gates of the outputs [value heads *
-            V].
+        inputs: to the recurrence's part of a row, then the gates of the outputs [value heads * V].
         recurrence: of the layer.
         norm: of groups of outputs, such as value heads; None gates them alone.
         row_gates: to the gates `b` and `a` of the recurrence, if their weights are stored in

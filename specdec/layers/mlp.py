@@ -98,12 +98,9 @@ class MixtureOfExperts(FeedForward):
         experts: to choose from.
         shared: of all tokens, or None.
         shared_gate: to one number, whose sigmoid weighs what is shared, or None.
-        latent: to what the experts are given, and from what they give back to H; None where both
-            are H.
-        weighs_inputs: weights are factors of what experts are given, not of what they put out, as
-            in Llama 4.
-        group: ranks that have parts of every expert, and of what is shared; None for one that has
-            them whole.
+        latent: to what the experts are given, and from what they give back to H; None for H.
+        weighs_inputs: weights are factors of what experts are given, not of outputs, as in Llama 4.
+        group: ranks that have parts of every expert, and of what is shared; None for whole ones.
         joined: `router`, `experts`, `shared` and `shared_gate` for kernels that have all at once;
             None where there are none.
     """
@@ -169,8 +166,7 @@ class MixtureOfExperts(FeedForward):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlpBesideExperts(FeedForward):
-    """A gated MLP and some experts for each token, both normed before they are added, as in Gemma
-    4.
+    """A gated MLP and some experts for each token, both normed before the sum, as in Gemma 4.
 
     Attributes:
         mlp: of all tokens.

@@ -1,5 +1,4 @@
-"""What the forwards of a step are given: packed rows, chunks of prompts, and the requests of the
-step.
+"""What the forwards of a step are given: packed rows, chunks of prompts, and its requests.
 
 Shapes use `num_reqs` requests of a batch and `k` drafts per request. Token ids are int64. How
 drafts lie behind the anchor is told in `specdec.base.blocks`.
@@ -89,10 +88,8 @@ class DecodeBatch:
         block_size: tokens per cache block.
         max_model_len: position ids never reach this, so that learned position tables are safe.
         sampling: sampling state of the requests.
-        min_seq_len: host bound, at most the smallest L; requests that only pad the batch may have
-            less.
-        rope_lens: int64 [num_reqs], see `ForwardInput.rope_lens`; None where the target does not
-            ask.
+        min_seq_len: host bound, at most the smallest L; requests that pad the batch may have less.
+        rope_lens: int64 [num_reqs], see `ForwardInput.rope_lens`; None where nobody asks.
         context: see `Context`.
 
     What the models of a step are fed beside tokens depends on the rows per request alone. It is
@@ -150,8 +147,7 @@ class DecodeBatch:
         """int64 [num_reqs * width]: the same for a model; only surplus rows past the model's length
         are clamped.
 
-        Always the same tensor for a width, so that what follows from it need not be computed twice
-        either.
+        Always the same tensor for a width, so that what follows is not computed twice either.
         """
         if width not in self._position_ids:
             positions = self.positions(width)
@@ -207,8 +203,7 @@ class DecodeBatch:
             first: int64 [num_reqs], position of the first row of each request.
             positions: int64 [num_reqs, width], first, first + 1, ...
             max_seq_len, min_seq_len: see `AttentionMetadata`.
-            written: bool [num_reqs, width], rows whose keys and values belong in the cache; None
-                for all.
+            written: bool [num_reqs, width], rows whose keys and values are kept; None for all.
         """
         width = positions.shape[1]
         blocks = self.block_table.gather(1, positions // self.block_size)

@@ -49,8 +49,7 @@ class TreePlaces(NamedTuple):
 def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: int) -> BlockRows:
     """Rows behind int64 [num_reqs] tokens of each request, by our kernel.
 
-    Their blocks are int32 [num_reqs, max_blocks]; where there are none, slots are of the null
-    block.
+    Their blocks are int32 [num_reqs, max_blocks]; without, slots are of the null block.
     """
     from specdec.model import triton_block_rows  # it imports Triton
 

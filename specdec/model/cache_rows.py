@@ -11,8 +11,7 @@ from specdec.kv_cache.rows import move_rows, rows_of, side_by_side
 
 
 class CacheRows:
-    """The rows of an engine's caches. Made once, since the addresses of all tensors are copied to
-    their device.
+    """The rows of an engine's caches. Made once, since all addresses are copied to the device.
 
     Args:
         caches: of the layers whose rows move, see `specdec.kv_cache.rows.rows_of`.

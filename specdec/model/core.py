@@ -1,5 +1,4 @@
-"""The nouns of a step: what comes out of each of its parts, and the protocols of target and
-drafter.
+"""The nouns of a step: what each of its parts gives, and the protocols of target and drafter.
 
 Shapes use `num_reqs` requests of a batch, `k` drafts per request, `V` vocabulary, `H` hidden width.
 Token ids are int64. What the parts are given is told in `specdec.model.batch`.
@@ -85,8 +84,7 @@ class DraftOutput:
     offered: Tensor | None = None
 
     def check(self, batch: DecodeBatch, vocab_size: int) -> None:
-        """Looks at the forms of what acceptance reads; of the numbers, which are on the device, it
-        knows nothing.
+        """Looks at the forms of what acceptance reads; numbers, on the device, are not.
 
         Raises:
             InvalidInputError: one has another form.
@@ -139,8 +137,7 @@ class AcceptOutput:
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Weights of which every row reads a part: `top_k` of `num_experts` experts in each layer that
-    has them.
+    """Weights of which every row reads a part: `top_k` of `num_experts` experts in layers with any.
 
     Attributes:
         num_experts: E, experts to choose from in a layer, shared ones left out.

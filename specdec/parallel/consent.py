@@ -19,8 +19,7 @@ def made_by_all(
     there, which the log says.
 
     Args:
-        make: fails with the errors of memory that devices do not share, or of a torch that knows
-            none.
+        make: fails with the errors of memory that devices do not share, or a torch that knows none.
         is_right: whether its sums have the bits of those in the order of ranks. All ranks are
             asked, or none.
         least: the smallest of all ranks' numbers.

@@ -5,8 +5,7 @@ in the same order with the same arguments. What such a call has made, a target o
 by all ranks under one number, and stands for itself in the arguments of later calls. Within such a
 call all ranks run the same code, so nothing has to be said there.
 
-An error on any rank in the midst of a call leaves others waiting in a collective, so it ends the
-group.
+An error on any rank within a call leaves others waiting in a collective, so it ends the group.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Executor:
     Args:
         group: the ranks.
         ranks: whom rank 0 has started; None where somebody else did.
-        secret: of the run, by which ranks know each other's messages; empty where they have none in
-            common.
+        secret: of the run, by which ranks know each other's messages; empty without one.
     """
 
     def __init__(self, group: Group, ranks: Ranks | None = None, secret: bytes = b"") -> None:

@@ -26,8 +26,7 @@ class Group:
     Attributes:
         rank: of this process, from 0.
         size: processes, at least 2.
-        device_group: exchanges tensors on the device, within captured graphs too: NCCL, RCCL, or
-            gloo on a CPU.
+        device_group: exchanges tensors on the device, also in graphs: NCCL, RCCL, or gloo on a CPU.
         host_group: exchanges what hosts have to say, always by gloo; nothing else goes over it.
         ordered: sums add in the order of ranks whatever the size of a message, so that a row has
             the same bits alone and among others. Otherwise large messages are added in the order
@@ -68,8 +67,7 @@ def rank_device(device: torch.device) -> torch.device:
 def join_group(
     device: torch.device, *, ordered: bool = False, timeout: timedelta = timedelta(minutes=10)
 ) -> Group | None:
-    """The group that the variables of `torchrun` name: RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT.
+    """The group of `torchrun`'s variables: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     A process group that exists already is taken. All ranks call this, in the same order with other
     collectives.

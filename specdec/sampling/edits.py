@@ -25,8 +25,7 @@ def num_edits(params: SamplingParams) -> int:
 
 @dataclass(slots=True)
 class Edits:
-    """What is added to which logits, and until when. Entries that nobody uses add nothing to token
-    0.
+    """What is added to which logits, and until when. Unused entries add nothing to token 0.
 
     Attributes:
         token_ids: int64 [num_reqs, n].

@@ -90,8 +90,7 @@ def num_packed(top: int) -> int:
 
 
 class Unpacked(Sequence[tuple[float, Sequence[int], Sequence[float]]]):
-    """What `Logprobs.packed` holds, token by token: its log-probability, the likeliest tokens, and
-    theirs.
+    """What `Logprobs.packed` holds, token by token: log-probability, likeliest tokens, and theirs.
 
     Args:
         table: int64, on the host, `columns` for each token.

@@ -79,8 +79,7 @@ def stream(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
 
 
 def of_step(anchors: Tensor, count: int) -> Tensor:
-    """int64 [num_reqs, count], to be given in place of positions for what a later step must not
-    draw again.
+    """int64 [num_reqs, count], in place of positions, for what a later step must not draw again.
 
     The step after a rejection drafts and judges some of the same positions anew. Where the old
     drafts, or their tests, had a part in what was rejected, their numbers are no longer random;
@@ -103,8 +102,7 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
 
 
 def gumbel(bits: Tensor, tokens: int | Tensor) -> Tensor:
-    """A Gumbel variable for each token: the token with the largest sum of log-probability and noise
-    is a sample.
+    """A Gumbel variable for each token: the largest sum of log-probability and noise is a sample.
 
     A token's own 31 bits come from a 32-bit finalizer with the lower half of its position's bits
     added before, and the upper half in the middle. They make the exponential variable E = -log(1 -

@@ -61,8 +61,7 @@ def check_sampler(device: torch.device) -> Deviation:
     """Rows of several slices with every filter, and greedy ones: how far below the best the drawn
     tokens' noisy scores are.
 
-    Between the two ways of computing them scores of one token differ by the rounding of their
-    logarithms.
+    Between the two ways scores of a token differ by the rounding of their logarithms.
     """
     from specdec.kernels import triton_argmax
     from specdec.sampling import triton_sampler

@@ -36,8 +36,7 @@ class SamplingPlan(NamedTuple):
             values occur.
         any_top_p, any_min_p: a request filters so.
         logprobs: a request wants log-probabilities.
-        top_logprobs: bound of the likeliest tokens that a request wants with them; a power of two
-            or 0.
+        top_logprobs: bound of the likeliest tokens wanted with them; a power of two or 0.
         edits: bound of the tokens whose logits a request has changed by itself, see
             `specdec.sampling.edits`; likewise.
         counted: a request has a presence or a frequency penalty.

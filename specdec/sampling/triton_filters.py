@@ -326,8 +326,7 @@ def _min_kept_kernel(
 
 
 def min_kept(logits: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
-    """The least logit of each row that the filters keep, float32 [num_reqs, n], -inf where all
-    stay.
+    """The least logit of each row that the filters keep, float32 [num_reqs, n], -inf for all.
 
     Args:
         logits: [num_reqs, n, V], bfloat16, float16 or float32; the last axis is contiguous.

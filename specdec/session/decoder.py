@@ -145,8 +145,7 @@ class SpecDecoder:
             engine: limits and choices.
 
         Raises:
-            SpecDecError: one line that names what is wrong with an argument, a checkpoint or their
-                combination.
+            SpecDecError: one line about an argument, a checkpoint or their combination.
         """
         load = LoadConfig(
             device=device,

@@ -17,15 +17,13 @@ class GenerationResult:
 
     Attributes:
         prompt_token_ids: the prompt as the model saw it.
-        text: the output, special tokens left out unless they were asked for, cut before a stop
-            string.
+        text: the output, without special tokens unless asked for, cut before a stop string.
         token_ids: the output, its stop token included.
         finish_reason: "stop", "length", "cancelled" or "error".
         error: one line, when the reason is "error".
         bad_input: the error lies in what was asked for.
         reasoning, content: thinking and answer of the text, where they were to be told apart.
-        logprobs: one per output token when asked for, under the target's unprocessed logits; else
-            None.
+        logprobs: one per output token when asked for, of the target's unprocessed logits; or None.
         top_logprobs: one per output token when asked for: log-probabilities of the likeliest
             tokens, and of the token itself.
         prompt_logprobs: one per prompt token when asked for, under the target's unprocessed logits
@@ -112,13 +110,11 @@ class StreamChunk:
 
     Attributes:
         index: which of the inputs.
-        text: new text; may lag the tokens while a character or a possible stop string is
-            incomplete.
+        text: new text; may lag the tokens at incomplete characters or possible stop strings.
         token_ids: new tokens.
         logprobs, top_logprobs: of these tokens, as in `GenerationResult`; empty when not asked for.
         result: the whole result, on the last chunk of an input; None before.
-        parts: thinking and answer of the new text, where they are told apart. Of either a part may
-            lag the text.
+        parts: thinking and answer of the new text, where told apart. Either may lag the text.
     """
 
     index: int

@@ -145,8 +145,7 @@ class Session:
         incremental: bool = False,
         text: bool = True,
     ) -> Generator[StreamChunk, None, None]:
-        """Chunks of many requests, numbered in the order of `prompts`, which are taken as the queue
-        has room.
+        """Chunks of many requests, numbered in the order of `prompts`, taken as the queue has room.
 
         Closing the iterator early cancels what is unfinished.
         """

@@ -128,8 +128,7 @@ class Turns:
             time.sleep(0.002)
 
     def park(self) -> NoReturn:
-        """Stays until the process has ended, when `end` was called; who steps asks before each
-        step.
+        """Stays until the process has ended, after `end`; who steps asks before each step.
 
         Raises:
             CapacityError: in the main thread, which ends the program.

@@ -29,8 +29,7 @@ def latent_attention(
         config: the model's.
         spec: of the backend.
         rope: of the rotated parts; None where they are not.
-        interleaved: the model's RoPE turns neighboring numbers; they are stored in the order of
-            halves here.
+        interleaved: the model's RoPE turns neighboring numbers; here they are stored as halves.
     """
     size, head = spec.qk_rope_head_dim, spec.qk_nope_head_dim + spec.qk_rope_head_dim
     latent_order = halves_first(spec.latent_dim, spec.kv_lora_rank, size) if interleaved else None

@@ -1,5 +1,4 @@
-"""What a checkpoint asks of requests in its generation_config.json, and the tokens that end its
-texts.
+"""What a checkpoint asks of requests in its generation_config.json, and the ends of its texts.
 
 Transformers' `generate` applies the file to every call, and the entries of config.json where there
 is no such file.

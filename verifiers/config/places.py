@@ -42,9 +42,8 @@ def place_of(name: str) -> Place:
 
     >>> place_of("mlp.experts.3.up_proj.weight_scale_inv")
     Place(module='mlp.experts.3.up_proj', part='weight_scale_inv')
-    >>> place_of("mlp.experts.down_proj_blocks"), place_of("self_attn.sinks")
-    (Place(module='mlp.experts.down_proj', part='weight_blocks'), Place(module='self_attn.sinks',
-    part=None))
+    >>> place_of("mlp.experts.down_proj_blocks").part, place_of("self_attn.sinks").part
+    ('weight_blocks', None)
     """
     if merged := MERGED.match(name):
         return Place(merged[1], f"weight_{merged[2]}" if merged[2] else "weight")

@@ -92,8 +92,7 @@ def read(
 
 
 def blamed(entries: Mapping[str, Any], judge: Judge, error: BaseException) -> str:
-    """Which entry of a config makes `judge` fail, as `read` wants it: the first without which it
-    does not.
+    """Which entry of a config makes `judge` fail, for `read`: the first without which it does not.
 
     >>> judge = lambda entries: 1 / entries.get("b", {}).get("c", 1)
     >>> blamed({"a": 1, "b": {"c": 0}}, judge, ZeroDivisionError())
@@ -140,8 +139,7 @@ def _passes(judge: Judge, entries: dict[str, Any]) -> bool:
 
 
 def check_numbers(entries: Mapping[str, Any], *, of_rope: bool = False) -> None:
-    """Refuses numbers that no model has, before anything is made of them. Limits in a list may be
-    infinite.
+    """Refuses numbers that no model has, before anything is made of them. Limits may be infinite.
 
     Args:
         entries: of a config, or of an object in it.

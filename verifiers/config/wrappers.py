@@ -199,8 +199,7 @@ def say_text_only(config: PreTrainedConfig) -> None:
 def load_text(
     path: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str
 ) -> tuple[Any, list[str]]:
-    """The text part of a composite on the CPU, and the names of tensors of it that the checkpoint
-    lacks.
+    """The text part of a composite on the CPU, and its tensors that the checkpoint lacks.
 
     Args:
         path: folder or hub name.

@@ -37,8 +37,7 @@ class Format(ABC):
     Attributes:
         required: of each tuple one part has to be there.
         bits: of a number in memory where weights stay packed, with its part of a scale.
-        group: most inputs that share a scale where not all do; None as well where the config does
-            not tell.
+        group: most inputs that share a scale where not all do; None also where unknown.
         stays_packed: a packed form of ours says the same; otherwise weights become plain numbers
             when they are read.
         widens: codes take more room in memory than in files.
@@ -153,8 +152,7 @@ def per_output(scale: Tensor, module: str, shape: Sequence[int], block: tuple[in
     """One scale for each output and group of inputs, from one for each block of outputs and inputs.
 
     Args:
-        scale: [..., ceil(out / outputs), ceil(in / inputs)], or as many numbers in fewer
-            dimensions.
+        scale: [..., ceil(out / outputs), ceil(in / inputs)], or those in fewer dimensions.
         module: it belongs to, for messages.
         shape: [..., out, in] of the weight.
         block: outputs and inputs of a block; the last ones of a weight may be smaller.
@@ -185,8 +183,7 @@ def per_output(scale: Tensor, module: str, shape: Sequence[int], block: tuple[in
 
 
 def as_number(scale: Tensor) -> Tensor:
-    """Scales as float32 or bfloat16, exactly; bytes are powers of two, as in OCP's microscaling
-    formats.
+    """Scales as float32 or bfloat16, exactly; bytes are powers of two, as in OCP's MX formats.
 
     Raises:
         TypeError: they are neither floats nor bytes.

@@ -104,8 +104,7 @@ def integers(
 
     Args:
         module: it belongs to, for messages.
-        codes: uint8 from 0 on, for up to four bits [out, in / 2] with the low half first, else
-            [out, in].
+        codes: uint8 from 0 on, for up to four bits [out, in / 2] low half first, else [out, in].
         scale: float32 or bfloat16 [out, groups], or as `per_output` takes it.
         zeros: integers [out, groups], codes of zero; None for the middle code.
         groups: the group of each input [in], where inputs were sorted by size; None, or all -1, for

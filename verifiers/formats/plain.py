@@ -23,8 +23,7 @@ def plain_numbers(
         dtype: of the numbers; tensors that are not quantized keep theirs.
 
     Returns:
-        The same without the parts of quantized weights, and without scales of activations and
-        caches.
+        The same without the parts of quantized weights, without scales of activations and caches.
 
     Raises:
         CheckpointError: a format that is not read, or tensors that do not go together.

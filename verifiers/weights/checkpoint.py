@@ -51,8 +51,7 @@ def read_weights(
     as_stored: bool,
     shard: Shard | None = None,
 ) -> dict[str, Stored]:
-    """All weights of a target; the arguments are those of `read_named`, but the folder may be of a
-    GGUF file.
+    """All weights of a target; arguments as of `read_named`, but the folder may be a GGUF file's.
 
     Returns:
         See `read_named`. The names are those that transformers gives the parameters of the causal

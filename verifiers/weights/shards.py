@@ -72,8 +72,7 @@ class Shard:
         self._transposed = description.experts in TRANSPOSED
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of this rank's part of a tensor, which is called `name` by transformers and has
-        this shape.
+        """Shape of this rank's part of a tensor, called `name` by transformers, of this shape.
 
         Raises:
             UnsupportedModelError: the ranks do not divide it.

@@ -29,15 +29,13 @@ COMPUTED = ("inv_freq", "embed_scale", "mup_vector")
 class Weights:
     """Tensors by the names that transformers gives them, on their device and in their type.
 
-    Each is taken once and given up, so that nothing is stored twice once it is joined or laid out
-    anew.
+    Each is taken once and given up, so that nothing is stored twice once joined or laid out anew.
 
     Attributes:
         tensors: which are left; each is popped, and emptied where it is a model's parameter.
             Weights of linear layers and of experts may be packed, as the checkpoint stores them.
         prefix: before every name.
-        group: the ranks that tensors are divided among, of which these are one rank's; None for
-            whole ones.
+        group: the ranks that tensors are divided among, of which this is one; None for whole ones.
     """
 
     tensors: dict[str, Tensor | Quantized]

@@ -88,8 +88,7 @@ class AiterLayers:
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Rotates the halves of heads against each other and writes keys and values to a cache of
-        their type.
+        """Rotates the halves of heads against each other and writes keys and values to the cache.
 
         Args:
             query: [T, num_heads, head_dim], of any strides; head_dim is a power of two.

@@ -59,8 +59,7 @@ def _product(
     before `ends[e]`.
 
     torch's grouped product wants rows of multiples of 16 bytes and no wider types than float32;
-    other shapes make the host wait, and so do packed weights, which become numbers an expert at a
-    time.
+    other shapes make the host wait, and so do packed weights, as numbers an expert at a time.
     """
     if isinstance(weight, PackedWeight):
         pieces = enumerate(rows.tensor_split(ends.tolist()[:-1]))

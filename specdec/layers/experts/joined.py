@@ -37,8 +37,7 @@ class JoinedExperts:
     """What one kernel needs for all of them.
 
     Attributes:
-        gate: to one logit per expert and, if `gated`, to that of what is shared; what follows is
-            padding.
+        gate: to one logit per expert and, if `gated`, to the shared one's; then padding.
         routing, bias: see `specdec.layers.experts.router.Router`.
         experts: to choose from.
         shared: of all tokens.
@@ -56,8 +55,7 @@ class JoinedExperts:
     def of(
         cls, router: Router, experts: Experts, mlp: MLP, mlp_gate: Linear | None
     ) -> JoinedExperts | None:
-        """The layers for kernels that take them together; None where they have none, or AITER's
-        choose.
+        """The layers for kernels that take them together; None where none do, or AITER's choose.
 
         Args:
             router: chooses.

@@ -1,5 +1,4 @@
-"""Sorting pairs of rows and experts by expert, in Triton: for many rows, whose products go expert
-by expert.
+"""Sorting pairs of rows and experts by expert, in Triton: for many rows' products by expert.
 
 A pair is a row and one of its experts, numbered row by row. Each expert's pairs are put one behind
 the other in the order of their numbers and padded to blocks, each of which is one expert's. Shapes
@@ -108,8 +107,7 @@ def _place_kernel(
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
-    """Blocks that suffice whatever is chosen: every expert that is hit may leave its last block all
-    but empty.
+    """Blocks that suffice whatever is chosen: each expert hit may leave a last block nearly empty.
 
     >>> max_blocks(8, 128, 16), max_blocks(256, 32, 16), max_blocks(262144, 128, 128)
     (8, 46, 2175)

@@ -114,8 +114,7 @@ def multiply(
 ) -> None:
     """The product of pairs that share an expert with a tile of its columns.
 
-    With DESCRIBED tiles of the weight come by descriptor (TMA), which takes no registers for
-    addresses.
+    With DESCRIBED tiles of the weight come by descriptor (TMA), without registers for addresses.
     """
     FIRST: tl.constexpr = ACTIVATION is not None  # of the two products
     GATED: tl.constexpr = FIRST and ACTIVATION != "relu2"

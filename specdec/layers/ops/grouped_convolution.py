@@ -15,14 +15,12 @@ Side = Literal[0, 1]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedConvolution:
-    """Convolutions before and after one sublayer, with kernels that depend on what the sublayer was
-    to be given.
+    """Convolutions before and after one sublayer, with kernels that depend on its input.
 
     Attributes:
         base: [2, taps, H], the part of both kernels that is always the same; tap `i` is of the row
             `i` before.
-        projection: from H to the other part, [2, taps, groups], which is one for all channels of a
-            group.
+        projection: from H to the other part, [2, taps, groups], one for all channels of a group.
         width: rows of a block, beyond whose first nothing is seen.
     """
 

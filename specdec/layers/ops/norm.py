@@ -31,8 +31,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 class GroupNorm(NamedTuple):
-    """A norm of groups of columns, such as heads, with the SiLU of gates, or their sigmoid, as a
-    factor.
+    """A norm of groups of columns, such as heads, times the SiLU or sigmoid of gates.
 
     A weight is one for all groups, or each has its own, where `width` says how wide they are.
     Numbers are rounded before the weight, and with it unless it is in float32; with a sigmoid only

@@ -134,8 +134,7 @@ class Ops(Protocol):
         """
 
     def attend(self, qkv: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Norms and rotates queries and keys, writes keys and values to the cache, and attends to
-        it.
+        """Norms and rotates queries and keys, writes keys and values, and attends to the cache.
 
         Without values in `qkv` the keys before their norm and their rotation are values, too.
         Without keys the cache holds both already.

@@ -73,8 +73,7 @@ def _activation_kernel(
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """The activation [rows, I] of a joined product [rows, 2 * I], or [rows, I] of one without a
-    gate.
+    """The activation [rows, I] of a joined product [rows, 2 * I], or [rows, I] ungated.
 
     See `specdec.layers.ops.activation`.
     """

@@ -99,10 +99,8 @@ def gated_norm(
         weight: [V] for all groups alike, or [groups * V].
         epsilon: of the norm.
         width: V, if groups do not share the weight; 0 is the weight's size.
-        gate_first: the norm sees the gated numbers (Mamba-2), instead of being gated itself (Gated
-            DeltaNet).
-        sigmoid: the factor is `sigmoid(gate)`, and numbers are rounded only at the end (Kimi Delta
-            Attention).
+        gate_first: the norm sees the gated numbers (Mamba-2), or is gated itself (Gated DeltaNet).
+        sigmoid: the factor is `sigmoid(gate)`, rounded only at the end (Kimi Delta Attention).
 
     Returns:
         [T, groups * V] in the type of `x`, contiguous.

@@ -173,8 +173,7 @@ def suits(weight: PackedWeight) -> bool:
 def tile_for(
     code: Code, columns: int, inputs: int, *, may_split: bool, amd: bool = bool(torch.version.hip)
 ) -> Tile:
-    """The tile of a weight with so many columns, gate and up counted both, for up to `MAX_ROWS`
-    rows.
+    """The tile of a weight with so many columns, gate and up both, for up to `MAX_ROWS` rows.
 
     >>> [tile_for("int4", 4096, inputs, may_split=True).splits for inputs in (4096, 12288)]
     [2, 3]

@@ -35,8 +35,7 @@ def torchrun_size() -> int:
 
 
 def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
-    """Where a rank computes: each on an accelerator of its own, all on the CPU if that is asked
-    for.
+    """Where a rank computes: each on an accelerator of its own, all on the CPU if asked for.
 
     Raises:
         InvalidInputError: one accelerator is asked for.

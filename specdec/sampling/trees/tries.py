@@ -105,8 +105,7 @@ def common_prefixes(paths: Tensor) -> Tensor:
 
 
 def merge_trees(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: int) -> ScoredDrafts:
-    """The `num_nodes` most probable paths of two trees; one that is in both has the higher of its
-    probabilities.
+    """The `num_nodes` most probable paths of two trees; one in both has its higher probability.
 
     Args:
         one, other: the trees; of equal paths the shorter comes first, then that of `one`.

@@ -1,5 +1,4 @@
-"""Trees out of paths in Triton, one program per request: what `specdec.sampling.trees.tries` puts
-together.
+"""Trees out of paths in Triton, one program per request: see `specdec.sampling.trees.tries`.
 
 Paths are entries, each with the entry before it; those that are alike are one. The best entries are
 sorted out at once: no path is likelier than its beginning, so that is among them already. A score

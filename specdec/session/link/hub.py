@@ -66,8 +66,7 @@ class Link:
 
     Args:
         sock: leads there.
-        max_outputs: unfinished ones, and grammars that it waits for, that it may have; more ends
-            it.
+        max_outputs: unfinished ones, and grammars that it waits for, at most; more ends it.
         max_prompt_tokens: of its unfinished outputs.
 
     Attributes:

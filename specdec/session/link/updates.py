@@ -16,8 +16,7 @@ Done = Callable[[BaseException | None], object]
 
 
 class Updates:
-    """Has other weights draft, one update at a time, in a thread, so that steps go on while files
-    are read.
+    """Has other weights draft, one update at a time, in a thread, while steps go on.
 
     Args:
         update: does it, by the name of a checkpoint.
