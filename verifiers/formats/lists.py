@@ -35,7 +35,7 @@ class Listed:
     """Modules that a list names.
 
     >>> listed = Listed(["mlp.gate", "model.layers.1.self_attn*", "re:.*head"])
-    >>> [name in listed for name in ("model.layers.0.mlp.gate", "layers.1.self_attn.q_proj")]
+    >>> [f"model.layers.{name}" in listed for name in ("0.mlp.gate", "1.self_attn.q_proj")]
     [True, True]
     >>> "lm_head" in listed, "mlp.gate_proj" in listed
     (True, False)
