@@ -26,17 +26,8 @@ _LANGUAGES = ("French", "German", "Spanish", "Italian")
 _MODULES = (statistics, textwrap, bisect, heapq, string, fractions, colorsys)
 _LENGTHS = range(200, 700)  # characters of a paragraph
 _EDITED = (
-    bisect,
-    posixpath,
-    colorsys,
-    heapq,
-    textwrap,
-    calendar,
-    base64,
-    gettext,
-    statistics,
-    shutil,
-)
+    bisect, posixpath, colorsys, heapq, textwrap, calendar, base64, gettext, statistics, shutil,
+)  # fmt: skip
 _EDITED_LENGTHS = range(400, 1400)  # characters of a function
 
 
@@ -112,11 +103,7 @@ def _retrieval() -> Iterator[str]:
 
 
 MANUAL_KINDS: dict[str, Callable[[], Iterator[str]]] = {
-    "code": _code,
-    "editing": _editing,
-    "translation": _translation,
-    "summaries": _summaries,
-    "questions": _questions,
-    "retrieval": _retrieval,
-}
+    "code": _code, "editing": _editing, "translation": _translation, "summaries": _summaries,
+    "questions": _questions, "retrieval": _retrieval,
+}  # fmt: skip
 """Prompts by the name of their set."""

@@ -11,17 +11,9 @@ from verifiers.formats.format import Format
 from verifiers.formats.method import format_of
 
 _ALWAYS_PLAIN = (
-    "embed_tokens",
-    "lm_head",
-    "norm",
-    "conv1d",
-    "A_log",
-    "dt_bias",
-    "mlp.gate.",
-    "router",
-    "sinks",
+    "embed_tokens", "lm_head", "norm", "conv1d", "A_log", "dt_bias", "mlp.gate.", "router", "sinks",
     "bias",
-)
+)  # fmt: skip
 """Parts of names of what no format packs."""
 
 

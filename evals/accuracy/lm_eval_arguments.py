@@ -19,37 +19,20 @@ DEFAULT_DEVICE = "cuda:0"
 """What lm-eval's command hands over where nobody names a device."""
 
 SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "skip_special_tokens",
-)
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "min_tokens", "skip_special_tokens",
+)  # fmt: skip
 """Generation arguments of a task that mean the same here."""
 
 _ANYTHING: tuple[Any, ...] = ()
 
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
-    "n": (1,),
-    "length_penalty": (1.0,),
-    "diversity_penalty": (0.0,),
-    "no_repeat_ngram_size": (0,),
-    "typical_p": (1.0,),
-    "early_stopping": (False,),
-    "output_scores": (False,),
-    "return_dict_in_generate": (False,),
-    "ignore_eos": (False,),
-    "use_cache": _ANYTHING,
-    "pad_token_id": _ANYTHING,
-    "bos_token_id": _ANYTHING,
-}
+    "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,), "n": (1,),
+    "length_penalty": (1.0,), "diversity_penalty": (0.0,), "no_repeat_ngram_size": (0,),
+    "typical_p": (1.0,), "early_stopping": (False,), "output_scores": (False,),
+    "return_dict_in_generate": (False,), "ignore_eos": (False,), "use_cache": _ANYTHING,
+    "pad_token_id": _ANYTHING, "bos_token_id": _ANYTHING,
+}  # fmt: skip
 """Generation arguments that ask for nothing when they have one of these values, or ever."""
 
 MODEL_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {

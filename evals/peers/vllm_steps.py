@@ -20,15 +20,9 @@ from specdec.base.writing import write_text
 from specdec.parallel.group import WITHOUT_MULTICAST
 
 OF_A_RANK = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 """Variables that tell a process which rank of which group it is."""
 
 HEADROOM = 2 * 2**30

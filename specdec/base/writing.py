@@ -30,11 +30,9 @@ _IN_PLACE = {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS}
 """Why a file that may be written cannot be replaced: a mount, or a closed folder."""
 
 _KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
     stat.S_IFBLK: "a block device",
-}
+}  # fmt: skip
 _MAX_LINKS = 40  # as Linux has it
 _OF_TORCH = ("PytorchStreamWriter", "unexpected pos")
 """Words of the RuntimeError by which torch.save reports a full disk."""

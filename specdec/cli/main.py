@@ -26,13 +26,8 @@ from specdec.base.version import __version__
 from specdec.base.writing import NO_ROOM
 
 _SMALLER = (
-    "--max-num-seqs",
-    "--max-model-len",
-    "--kv-memory",
-    "--batch-size",
-    "--anchors",
-    "--loss-rows",
-)
+    "--max-num-seqs", "--max-model-len", "--kv-memory", "--batch-size", "--anchors", "--loss-rows",
+)  # fmt: skip
 """Options that save memory by smaller values, as far as a command has them."""
 
 _OF_OUTPUT = NO_ROOM | {errno.EBADF, errno.EIO}

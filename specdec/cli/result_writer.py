@@ -15,19 +15,9 @@ if TYPE_CHECKING:
 
 
 _OWN = {
-    *(
-        "index",
-        "prompt",
-        "messages",
-        "text",
-        "finish_reason",
-        "error",
-        "token_ids",
-        "logprobs",
-        "top_logprobs",
-    ),
-    *("prompt_logprobs", "prompt_top_logprobs", "num_prompt_tokens", "seed", "stats"),
-}
+    "index", "prompt", "messages", "text", "finish_reason", "error", "token_ids", "logprobs",
+    "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "num_prompt_tokens", "seed", "stats",
+}  # fmt: skip
 """A record's own names; a field of the prompt's line that has one gets another."""
 
 

@@ -16,23 +16,8 @@ from specdec.kv_cache.prefix import PrefixCounts, prefix_hashes, prefix_root
 from specdec.kv_cache.state import StateCache, StateLayerSpec, copy_states
 
 __all__ = [
-    "NULL_BLOCK",
-    "BlockPool",
-    "KVLayerSpec",
-    "LatentCache",
-    "LatentLayerSpec",
-    "LayerCache",
-    "LayerSpec",
-    "PagedKVCache",
-    "PrefixCounts",
-    "SharedLayerSpec",
-    "Snapshot",
-    "StateCache",
-    "StateLayerSpec",
-    "blocks_for",
-    "bytes_per_slot",
-    "copy_states",
-    "num_blocks_in_budget",
-    "prefix_hashes",
-    "prefix_root",
-]
+    "NULL_BLOCK", "BlockPool", "KVLayerSpec", "LatentCache", "LatentLayerSpec", "LayerCache",
+    "LayerSpec", "PagedKVCache", "PrefixCounts", "SharedLayerSpec", "Snapshot", "StateCache",
+    "StateLayerSpec", "blocks_for", "bytes_per_slot", "copy_states", "num_blocks_in_budget",
+    "prefix_hashes", "prefix_root",
+]  # fmt: skip

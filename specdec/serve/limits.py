@@ -3,14 +3,9 @@
 from specdec.sampling.params import MAX_EDITS, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOP_LOGPROBS
 
 MAX_ENTRIES = {
-    "stop": MAX_STOPS,
-    "stop_token_ids": MAX_EDITS,
-    "logit_bias": MAX_EDITS,
-    "messages": 4096,
-    "input": 4096,
-    "chat_template_kwargs": 256,
-    "tools": 128,
-}
+    "stop": MAX_STOPS, "stop_token_ids": MAX_EDITS, "logit_bias": MAX_EDITS, "messages": 4096,
+    "input": 4096, "chat_template_kwargs": 256, "tools": 128,
+}  # fmt: skip
 """Entries of lists and objects, by the field."""
 
 MAX_CHARACTERS = {"stop": MAX_STOP_CHARACTERS, "cache_salt": 1024}

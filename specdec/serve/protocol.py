@@ -70,15 +70,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Known fields that cannot be honored, by name: values that ask for nothing, and what to do."""
 
 SILENT = {
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "return_meta_info",
-    "parallel_tool_calls",
-    "request_id",
-}
+    "user", "store", "metadata", "service_tier", "safety_identifier", "return_meta_info",
+    "parallel_tool_calls", "request_id",
+}  # fmt: skip
 """Fields that change no answer of this server."""
 
 _warned: set[str] = set()

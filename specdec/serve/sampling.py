@@ -14,27 +14,11 @@ from specdec.serve.protocol import ChatRequest, CompletionRequest, Generation
 COMPLETION_TOKENS = 16
 """What a completion gets when it does not say, as everywhere."""
 
-SAME = frozenset(
-    (
-        "temperature",
-        "top_p",
-        "min_p",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "min_tokens",
-        "logit_bias",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "cache_salt",
-        "skip_special_tokens",
-        "thinking_token_budget",
-        "num_draft_tokens",
-        "tree_nodes",
-    )
-)
+SAME = frozenset({
+    "temperature", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+    "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt",
+    "skip_special_tokens", "thinking_token_budget", "num_draft_tokens", "tree_nodes",
+})  # fmt: skip
 """Fields that mean the same here and there."""
 
 

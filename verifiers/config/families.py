@@ -14,12 +14,9 @@ from verifiers.entries import declared
 from verifiers.family import Family
 
 ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
-}
+}  # fmt: skip
 """From transformers' names to those of `specdec.layers.ops.activation`."""
 
 FAMILIES: dict[str, Family] = {

@@ -24,18 +24,10 @@ FILE = "generation_config.json"
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
 _OFF = {
-    "diversity_penalty": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
-    "guidance_scale": 1,
-    "no_repeat_ngram_size": 0,
-    "num_beam_groups": 1,
-    "num_beams": 1,
-    "penalty_alpha": 0,
-    "typical_p": 1,
-}
+    "diversity_penalty": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1,
+    "epsilon_cutoff": 0, "eta_cutoff": 0, "guidance_scale": 1, "no_repeat_ngram_size": 0,
+    "num_beam_groups": 1, "num_beams": 1, "penalty_alpha": 0, "typical_p": 1,
+}  # fmt: skip
 """Numbers that ask for nothing, of entries that change outputs."""
 
 OF_GGUF = {
@@ -48,65 +40,18 @@ its penalty sees the last tokens alone.
 """
 
 _CHANGES_NOTHING = {
-    *(
-        "assistant_confidence_threshold",
-        "assistant_early_exit",
-        "assistant_ensemble_weight",
-        "assistant_lookbehind",
-    ),
-    *(
-        "bos_token_id",
-        "cache_config",
-        "compile_config",
-        "continuous_batching_config",
-        "decoder_start_token_id",
-    ),
-    *(
-        "disable_compile",
-        "do_sample",
-        "early_stopping",
-        "eos_token_id",
-        "is_assistant",
-        "length_penalty",
-        "low_memory",
-    ),
-    *(
-        "max_cache_len",
-        "max_length",
-        "max_matching_ngram_size",
-        "max_new_tokens",
-        "min_length",
-        "min_new_tokens",
-    ),
-    *(
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "num_return_sequences",
-        "output_attentions",
-    ),
-    *(
-        "output_hidden_states",
-        "output_logits",
-        "output_scores",
-        "pad_token_id",
-        "prefill_chunk_size",
-    ),
-    *(
-        "prompt_lookup_num_tokens",
-        "remove_invalid_values",
-        "renormalize_logits",
-        "repetition_penalty",
-    ),
-    *(
-        "return_dict_in_generate",
-        "speculation_type",
-        "target_lookbehind",
-        "transformers_version",
-        "use_cache",
-        "use_mtp",
-    ),
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight",
+    "assistant_lookbehind", "bos_token_id", "cache_config", "compile_config",
+    "continuous_batching_config", "decoder_start_token_id", "disable_compile", "do_sample",
+    "early_stopping", "eos_token_id", "is_assistant", "length_penalty", "low_memory",
+    "max_cache_len", "max_length", "max_matching_ngram_size", "max_new_tokens", "min_length",
+    "min_new_tokens", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_logits",
+    "output_scores", "pad_token_id", "prefill_chunk_size", "prompt_lookup_num_tokens",
+    "remove_invalid_values", "renormalize_logits", "repetition_penalty", "return_dict_in_generate",
+    "speculation_type", "target_lookbehind", "transformers_version", "use_cache", "use_mtp",
     *_SAMPLED,
-}
+}  # fmt: skip
 """Entries that are honored, that the caller says (how long, how many), or that change no token."""
 
 

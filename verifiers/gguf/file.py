@@ -27,18 +27,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 
 NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
 """Codes of `struct` by the number of a type of values."""
 
 STRING, ARRAY = 8, 9

@@ -35,32 +35,11 @@ SPACE = "\u2581"
 
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
-ENDS = frozenset(
-    {
-        *(
-            "<EOT>",
-            "_<EOT>",
-            "[EOS]",
-            "[EOT]",
-            "<eos>",
-            "<end_of_turn>",
-            "<end_of_utterance>",
-            "<turn|>",
-            "<|tool_response>",
-        ),
-        *(
-            "<|call|>",
-            "<|end_of_text|>",
-            "<|end|>",
-            "<|endoftext|>",
-            "<|eom_id|>",
-            "<|eot_id|>",
-            "<|im_end|>",
-            "<|return|>",
-        ),
-        *("<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["),
-    }
-)
+ENDS = frozenset({
+    "<EOT>", "_<EOT>", "[EOS]", "[EOT]", "<eos>", "<end_of_turn>", "<end_of_utterance>", "<turn|>",
+    "<|tool_response>", "<|call|>", "<|end_of_text|>", "<|end|>", "<|endoftext|>", "<|eom_id|>",
+    "<|eot_id|>", "<|im_end|>", "<|return|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+})  # fmt: skip
 """Control tokens that end an answer by their names: files name one or two."""
 
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -134,23 +113,10 @@ SPLITS: Mapping[str, Splits] = {
 }
 """How text is split, by name: expressions one after the other; `_GPT2` stands for GPT-2's own."""
 
-WHOLE_WORDS = frozenset(
-    {
-        *(
-            "llama3",
-            "llama-v3",
-            "llama-bpe",
-            "falcon3",
-            "falcon-h1",
-            "pixtral",
-            "midm-2.0",
-            "lfm2",
-            "tekken",
-            "glm4",
-            "glm5",
-        )
-    }
-)
+WHOLE_WORDS = frozenset({
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+    "tekken", "glm4", "glm5",
+})  # fmt: skip
 """Names of splits whose words are tokens where there are such tokens, whatever merges say."""
 
 BEGINS = WHOLE_WORDS - {"glm4", "glm5"}

@@ -23,13 +23,9 @@ from verifiers.weights.embedded import EMBEDDED, embedded_model_path
 WHOLE, STATED = "tokenizer.json", "tokenizer_config.json"
 
 _VOCABULARIES = (
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
+    "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json",
-)
+)  # fmt: skip
 """Files from which a class of Transformers makes a tokenizer."""
 
 _WAY_OUT = (

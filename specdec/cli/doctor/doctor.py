@@ -69,12 +69,9 @@ _TRITON = ("triton", "pytorch-triton-rocm", "triton-rocm")
 
 _ORDINARY = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 _LATENT = {
-    "heads": 128,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
+    "heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-}
+}  # fmt: skip
 _INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 """What is asked about by default, by options' names: latent attention as in DeepSeek-V3.2."""
 

@@ -11,29 +11,18 @@ from specdec.base.errors import shown
 from specdec.grammar.schema.formats import FORMATS
 
 TYPES: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "null": type(None),
-    "array": list,
-    "object": dict,
-}
+    "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None),
+    "array": list, "object": dict,
+}  # fmt: skip
 
 
 LENGTHS = ("minLength", "maxLength")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 NOT_KNOWN = (
-    "not",
-    "if",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "contains",
-    "$dynamicRef",
+    "not", "if", "dependentRequired", "dependentSchemas", "dependencies", "contains", "$dynamicRef",
     "$recursiveRef",
-)
+)  # fmt: skip
 """Keywords that are never held to."""
 
 OF_TYPE = {
@@ -113,13 +102,9 @@ def _are_names(value: Any) -> bool:
 MANY = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE = (
-    "items",
-    "additionalProperties",
-    "unevaluatedProperties",
-    "additionalItems",
-    "unevaluatedItems",
+    "items", "additionalProperties", "unevaluatedProperties", "additionalItems", "unevaluatedItems",
     "propertyNames",
-)
+)  # fmt: skip
 """Keywords of objects of schemas, of lists of them, and of one."""
 
 _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (

@@ -22,17 +22,10 @@ ROPE_TYPES = (*STATIC_ROPE_TYPES, "dynamic", "longrope")
 
 
 _POSITIVE = {
-    *(
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "factor",
-        "high_freq_factor",
-        "llama_4_scaling_beta",
-        "low_freq_factor",
-    ),
-    *("original_max_position_embeddings", "partial_rotary_factor", "rope_theta"),
-}
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor",
+    "llama_4_scaling_beta", "low_freq_factor", "original_max_position_embeddings",
+    "partial_rotary_factor", "rope_theta",
+}  # fmt: skip
 _NUMBERS = {*_POSITIVE, "mscale", "mscale_all_dim"}
 
 
@@ -345,11 +338,8 @@ KERNEL = Kernel("angles", check_angles)
 
 
 _NOT_OF_THE_TYPE = (
-    "partial_rotary_factor",
-    "temperature",
-    "llama_4_scaling_beta",
-    "max_position_embeddings",
-)
+    "partial_rotary_factor", "temperature", "llama_4_scaling_beta", "max_position_embeddings",
+)  # fmt: skip
 """RoPE parameters that no type of RoPE looks at."""
 
 

@@ -29,16 +29,9 @@ INCLUDED = ("reasoning.encrypted_content",)
 """Entries of `include` that add nothing here: no thinking is encrypted."""
 
 _OWN = {
-    *(
-        "include",
-        "max_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "user",
-        "metadata",
-    ),
-    *("service_tier", "safety_identifier", "stream_options"),
-}
+    "include", "max_tool_calls", "prompt_cache_key", "prompt_cache_retention", "user", "metadata",
+    "service_tier", "safety_identifier", "stream_options",
+}  # fmt: skip
 
 
 class ResponsesRequest(Body):

@@ -11,24 +11,9 @@ from typing import Any
 from specdec.base.metrics import AcceptanceStats
 
 SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
     300.0,
-)
+)  # fmt: skip
 TOKENS = tuple(float(first * 10**power) for power in range(6) for first in (1, 2, 5))
 
 

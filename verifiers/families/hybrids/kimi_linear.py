@@ -7,16 +7,11 @@ from verifiers.description import sigmoid_routing
 from verifiers.family import Family, Recurrent, Sizes, plain
 
 _PARTS = {
-    "o_proj": "out_proj",
-    "o_norm": "norm",
-    "b_proj": "in_proj_b",
-    "forget_gate.f_a_proj": "in_proj_a",
-    "forget_gate.f_b_proj": "a_proj",
-    "forget_gate.dt_bias": "dt_bias",
-    "forget_gate.A_log": "A_log",
-    "g_a_proj": "in_proj_z",
+    "o_proj": "out_proj", "o_norm": "norm", "b_proj": "in_proj_b",
+    "forget_gate.f_a_proj": "in_proj_a", "forget_gate.f_b_proj": "a_proj",
+    "forget_gate.dt_bias": "dt_bias", "forget_gate.A_log": "A_log", "g_a_proj": "in_proj_z",
     "g_b_proj": "z_proj",
-}
+}  # fmt: skip
 """Within a layer of linear attention."""
 
 

@@ -38,13 +38,9 @@ MAX_SPLIT_PER_BATCH = -1
 """Most parts that one entry's tokens are split into; -1 leaves it to AITER."""
 
 WORK = (
-    "work_meta_data",
-    "work_indptr",
-    "work_info_set",
-    "reduce_indptr",
-    "reduce_final_map",
+    "work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map",
     "reduce_partial_map",
-)
+)  # fmt: skip
 """Parts of AITER's plan, ordered as `get_mla_metadata_info_v1`, unlike the planner's arguments."""
 
 
