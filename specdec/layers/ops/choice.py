@@ -9,7 +9,7 @@ from specdec.kernels.native import native
 from specdec.layers.ops.cpu import CpuOps
 from specdec.layers.ops.exchange import shared_rows
 from specdec.layers.ops.fused import FUSED_LAYERS
-from specdec.layers.ops.ops import Ops, TorchOps
+from specdec.layers.ops.ops import Ops
 from specdec.parallel.group import Group
 
 
@@ -57,7 +57,7 @@ def ops_for(
             return RecurrentOps()
     if not fused:
         own = native() if device.type == "cpu" and dtype == torch.bfloat16 else None
-        return TorchOps() if own is None else CpuOps(own)
+        return Ops() if own is None else CpuOps(own)
     from specdec.layers.ops.kernels import TritonOps
 
     ranks = shared_rows(group, width, device, dtype)

@@ -13,7 +13,7 @@ from specdec.kv_cache import LayerCache
 from specdec.layers.linear import Linear
 from specdec.layers.ops.activation import activate
 from specdec.layers.ops.norm import Norm
-from specdec.layers.ops.ops import AttentionInputs, Heads, Join, TorchOps
+from specdec.layers.ops.ops import AttentionInputs, Heads, Join, Ops
 from specdec.layers.rotary.rotary import Angles
 
 LANES = 16
@@ -21,7 +21,7 @@ LANES = 16
 MAX_DIM = 256
 
 
-class CpuOps(TorchOps):
+class CpuOps(Ops):
     """`Ops` in C++ where it has what is asked for, otherwise in plain torch.
 
     A row's bits do not depend on other rows. Attention is computed in float32, in the order of the

@@ -30,7 +30,7 @@ from specdec.layers.linear import Linear
 from specdec.layers.ops import fused
 from specdec.layers.ops.grouped_convolution import GroupedConvolution, Side
 from specdec.layers.ops.norm import GroupNorm, Norm
-from specdec.layers.ops.ops import AttentionInputs, Join, TorchOps
+from specdec.layers.ops.ops import AttentionInputs, Join, Ops
 from specdec.layers.ops.triton_activation import gated
 from specdec.layers.ops.triton_embedding import embed
 from specdec.layers.ops.triton_gated_norm import gated_norm, sigmoid_gate
@@ -48,7 +48,7 @@ from specdec.parallel.shared_rows import MAX_ROWS as MAX_SUMMED
 from specdec.parallel.shared_rows import SharedRows
 
 
-class TritonOps(TorchOps):
+class TritonOps(Ops):
     """`Ops` in Triton, and in plain torch where a kernel does not pass its check or gains nothing.
 
     Args:
@@ -141,18 +141,13 @@ class TritonOps(TorchOps):
         )
 
     def project_add(
-        self,
-        linear: Linear,
-        x: Tensor,
-        residual: Tensor,
-        join: Join,
-        prefetch: Linear | None = None,
+        self, layer: Linear, x: Tensor, residual: Tensor, join: Join, prefetch: Linear | None = None
     ) -> tuple[Tensor, Tensor]:
         group = None
-        if isinstance(linear, SummedLinear) and self._ranks is not None and len(x) <= MAX_SUMMED:
-            group, linear = linear.group, linear.part
-        product = linear.few_rows(x, may_split=True) if self._multiplies_few_rows else None
-        return self.add(linear(x) if product is None else product, residual, join, prefetch, group)
+        if isinstance(layer, SummedLinear) and self._ranks is not None and len(x) <= MAX_SUMMED:
+            group, layer = layer.group, layer.part
+        product = layer.few_rows(x, may_split=True) if self._multiplies_few_rows else None
+        return self.add(layer(x) if product is None else product, residual, join, prefetch, group)
 
     def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if router.aiter is not None or not self._mixes:
@@ -227,14 +222,9 @@ class TritonOps(TorchOps):
         return (recur if self._recurs else super().recur)(x, recurrence, cache, rows)
 
     def convolve(
-        self,
-        joined: Tensor,
-        kernel: Tensor,
-        bias: Tensor | None,
-        cache: StateCache,
-        rows: RecurrentRows,
+        self, x: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows
     ) -> Tensor:
-        return (convolve if self._recurs else super().convolve)(joined, kernel, bias, cache, rows)
+        return (convolve if self._recurs else super().convolve)(x, kernel, bias, cache, rows)
 
     def mix_rows(
         self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side

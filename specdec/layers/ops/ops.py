@@ -6,7 +6,7 @@ a CPU, where a forward of a few tokens would otherwise spend more time between m
 in them: so residuals are added by the products.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,20 +79,28 @@ class AttentionInputs(NamedTuple):
     prefetch: Linear
 
 
-class Ops(Protocol):
-    """Rows are packed, [T, ...]. A weight `prefetch` is a coming product's, for a kernel's hint."""
+class Ops:
+    """Operations in plain torch, the oracle of kernels.
+
+    Rows are packed, [T, ...]. A weight `prefetch` is a coming product's, for a kernel's hint.
+    """
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """Rows [..., H] of a table [V, H] times `scale`, for int64 ids [...]."""
+        rows = F.embedding(token_ids, table)
+        return rows if scale == 1 else rows * scale
 
     def norm(self, x: Tensor, norm: Norm, prefetch: Linear | None = None) -> Tensor:
         """`x` [T, H], normed."""
+        return rms_norm(x, norm)
 
     def project(self, linear: Linear, x: Tensor) -> Tensor:
         """The product of `x` [T, in] with a weight: [T, out]."""
+        return linear(x)
 
     def gated(self, linear: Linear, x: Tensor, activation: str, prefetch: Linear) -> Tensor:
         """The gated activation [T, out / 2] of a joint product, or ungated [T, out]."""
+        return activate(linear(x), activation)
 
     def add(
         self,
@@ -111,27 +119,39 @@ class Ops(Protocol):
         Returns:
             What the next sublayer is given, and the residual stream, [T, H] each.
         """
+        if group is not None:
+            x = summed(x, group, residual.dtype)
+        if x.ndim == 3:
+            x = x.sum(0)
+        x = x.to(residual.dtype)
+        if join.after is not None:
+            x = rms_norm(x, join.after)
+        if join.scale != 1:
+            x = x * join.scale
+        stream = residual + x
+        return self._next(stream if join.factor is None else stream * join.factor, join)
 
     def project_add(
-        self,
-        linear: Linear,
-        x: Tensor,
-        residual: Tensor,
-        join: Join,
-        prefetch: Linear | None = None,
+        self, layer: Linear, x: Tensor, residual: Tensor, join: Join, prefetch: Linear | None = None
     ) -> tuple[Tensor, Tensor]:
         """`add` of the product of `x` [T, in] with a weight."""
+        if join.after is None and join.scale == 1 and join.factor is None:
+            return self._next(layer(x, residual), join)
+        return self.add(layer(x), residual, join)
 
     def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, top_k] and ids of the experts that rows `hidden` [T, H] choose."""
+        return router(hidden)
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Each row's weighted experts for `x` [T, H]: [T, H], or float32 [parts, T, H] to sum."""
+        return apply_experts(x, weights, ids, experts)
 
     def joined_experts(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
         """Experts of rows `hidden` [T, H] and what these share, as float32 [parts, T, H]; None
         where no kernel has both at once.
         """
+        return None
 
     def attend(self, qkv: Tensor, inputs: AttentionInputs) -> Tensor:
         """Norms and rotates queries and keys, writes keys and values, and attends to the cache.
@@ -146,104 +166,6 @@ class Ops(Protocol):
         Returns:
             [T, num_heads * head_dim].
         """
-
-    def write(
-        self,
-        backend: AttentionBackend,
-        key: Tensor,
-        value: Tensor,
-        key_norm: Norm | None,
-        angles: Angles,
-        cache: LayerCache,
-        slot_mapping: Tensor,
-    ) -> None:
-        """Norms and rotates keys [T, num_kv_heads, head_dim]; writes them and values like them."""
-
-    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """`x` [T, width] times the sigmoid of `gate` like it."""
-
-    def recur(
-        self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows
-    ) -> Tensor:
-        """See `specdec.layers.recurrence.recurrence.recur`."""
-
-    def convolve(
-        self,
-        joined: Tensor,
-        kernel: Tensor,
-        bias: Tensor | None,
-        cache: StateCache,
-        rows: RecurrentRows,
-    ) -> Tensor:
-        """See `specdec.layers.recurrence.convolution.convolve`."""
-
-    def mix_rows(
-        self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side
-    ) -> Tensor:
-        """See `specdec.layers.ops.grouped_convolution.mix_rows`, for [T, H]."""
-
-    def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
-        """`x` [T, groups * V], groups normed and, before or after, times the SiLU of `gate`."""
-
-
-class TorchOps(Ops):
-    """`Ops` in plain torch."""
-
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        rows = F.embedding(token_ids, table)
-        return rows if scale == 1 else rows * scale
-
-    def norm(self, x: Tensor, norm: Norm, prefetch: Linear | None = None) -> Tensor:
-        return rms_norm(x, norm)
-
-    def project(self, linear: Linear, x: Tensor) -> Tensor:
-        return linear(x)
-
-    def gated(self, linear: Linear, x: Tensor, activation: str, prefetch: Linear) -> Tensor:
-        return activate(linear(x), activation)
-
-    def add(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        join: Join,
-        prefetch: Linear | None = None,
-        group: Group | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if group is not None:
-            x = summed(x, group, residual.dtype)
-        if x.ndim == 3:
-            x = x.sum(0)
-        x = x.to(residual.dtype)
-        if join.after is not None:
-            x = rms_norm(x, join.after)
-        if join.scale != 1:
-            x = x * join.scale
-        stream = residual + x
-        return self._next(stream if join.factor is None else stream * join.factor, join)
-
-    def project_add(
-        self,
-        linear: Linear,
-        x: Tensor,
-        residual: Tensor,
-        join: Join,
-        prefetch: Linear | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if join.after is None and join.scale == 1 and join.factor is None:
-            return self._next(linear(x, residual), join)
-        return self.add(linear(x), residual, join)
-
-    def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return router(hidden)
-
-    def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return apply_experts(x, weights, ids, experts)
-
-    def joined_experts(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
-        return None
-
-    def attend(self, qkv: Tensor, inputs: AttentionInputs) -> Tensor:
         backend, heads, angles, cache, plan, _ = inputs
         num_heads, num_kv_heads = backend.spec.num_heads, backend.spec.num_kv_heads
         stored = min(qkv.shape[1] - num_heads, num_kv_heads)
@@ -273,33 +195,34 @@ class TorchOps(Ops):
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> None:
+        """Norms and rotates keys [T, num_kv_heads, head_dim]; writes them and values like them."""
         key = key if key_norm is None else rms_norm(key, key_norm)
         backend.write(cache, rotate(key, *angles.doubled), value, slot_mapping)
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x` [T, width] times the sigmoid of `gate` like it."""
         return x * gate.sigmoid()
 
     def recur(
         self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows
     ) -> Tensor:
+        """See `specdec.layers.recurrence.recurrence.recur`."""
         return recur(x, recurrence, cache, rows)
 
     def convolve(
-        self,
-        joined: Tensor,
-        kernel: Tensor,
-        bias: Tensor | None,
-        cache: StateCache,
-        rows: RecurrentRows,
+        self, x: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows
     ) -> Tensor:
-        return convolve(joined, kernel, bias, cache, rows)
+        """See `specdec.layers.recurrence.convolution.convolve`."""
+        return convolve(x, kernel, bias, cache, rows)
 
     def mix_rows(
         self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side
     ) -> Tensor:
+        """See `specdec.layers.ops.grouped_convolution.mix_rows`, for [T, H]."""
         return mix_rows(x, dynamic, convolution.base, convolution.width, side)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
+        """`x` [T, groups * V], groups normed and, before or after, times the SiLU of `gate`."""
         return gated_norm(x, gate, norm)
 
     def _next(self, residual: Tensor, join: Join) -> tuple[Tensor, Tensor]:

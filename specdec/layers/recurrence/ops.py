@@ -4,13 +4,13 @@ from torch import Tensor
 
 from specdec.kv_cache import StateCache
 from specdec.layers.ops.norm import GroupNorm
-from specdec.layers.ops.ops import TorchOps
+from specdec.layers.ops.ops import Ops
 from specdec.layers.ops.triton_gated_norm import gated_norm
 from specdec.layers.recurrence.recurrence import Recurrence, RecurrentRows
 from specdec.layers.recurrence.triton_recurrence import recur
 
 
-class RecurrentOps(TorchOps):
+class RecurrentOps(Ops):
     """Plain torch but for states and the norms behind them."""
 
     def recur(

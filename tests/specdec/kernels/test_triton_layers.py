@@ -27,7 +27,7 @@ from specdec.layers.experts.routing import Experts, Routing
 from specdec.layers.linear import DenseLinear
 from specdec.layers.mlp import GatedMLP, MixtureOfExperts
 from specdec.layers.ops.norm import Norm
-from specdec.layers.ops.ops import AttentionInputs, Heads, Join, TorchOps
+from specdec.layers.ops.ops import AttentionInputs, Heads, Join, Ops
 from specdec.layers.packed.linear import PackedLinear
 from specdec.layers.packed.weight import PackedWeight
 from specdec.layers.rotary.rotary import Angles, rotate
@@ -104,7 +104,7 @@ def test_joined_experts(gated: bool) -> None:
         plain = MixtureOfExperts(
             Router(chooses, router.routing), experts.to(x.dtype), shared, shared_gate
         )
-        return plain(TorchOps(), x, x, Join(None), None)[1]
+        return plain(Ops(), x, x, Join(None), None)[1]
 
     ops = TritonOps(DEVICE, torch.float32, mixes=True)
     for rows in (1, 7, FEW_ROWS + 1):
@@ -184,7 +184,7 @@ def test_what_joins_the_residual_stream(late: bool, parts: int, normed: bool, sc
     join = Join(norm if normed else None, after, scale, factor)
     ours, plain = (
         TritonOps(DEVICE, torch.float16).add(x, residual, join),
-        TorchOps().add(x, residual, join),
+        Ops().add(x, residual, join),
     )
     wide_norm, wide_after = (Norm(gain.double(), 1e-3) for gain in gains)
     wide = Join(
@@ -193,7 +193,7 @@ def test_what_joins_the_residual_stream(late: bool, parts: int, normed: bool, sc
         scale,
         None if factor is None else factor.double(),
     )
-    exact = TorchOps().add(x.double(), residual.double(), wide)
+    exact = Ops().add(x.double(), residual.double(), wide)
     for got, expected, true in zip(ours, plain, exact, strict=True):
         assert_as_exact(got, expected, true)
     assert (ours[0] is ours[1]) == (not normed)
@@ -397,7 +397,7 @@ def test_attention_on_values_of_other_kinds(stored: int, width: int) -> None:
         return torch.cat([out.flatten(), *(tensor.flatten() for tensor in cache)])
 
     plain, exact = (
-        attend(TorchOps(), TorchRefBackend(replace(spec, dtype=kind)), kind)
+        attend(Ops(), TorchRefBackend(replace(spec, dtype=kind)), kind)
         for kind in (torch.float32, torch.float64)
     )
     assert_as_exact(
@@ -524,7 +524,7 @@ def test_states_beside_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None
     tokens, drafts = generate("torch_ref", model)
     monkeypatch.setenv("SPECDEC_KERNELS", "-recurrence")
     verifier = verifier_on("torch_ref", model)
-    assert type(verifier._ops) is TorchOps
+    assert type(verifier._ops) is Ops
     expected_tokens, expected_drafts = generate("torch_ref", model)
     assert tokens == expected_tokens
     assert all(ours.equal(theirs) for ours, theirs in zip(drafts, expected_drafts, strict=True))

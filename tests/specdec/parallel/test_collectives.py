@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from specdec.layers.linear import DenseLinear
 from specdec.layers.ops.norm import Norm, rms_norm
-from specdec.layers.ops.ops import TorchOps
+from specdec.layers.ops.ops import Ops
 from specdec.layers.sharded import Embedding, GatheredLinear, SummedLinear, norm_divided
 from specdec.parallel.collectives import all_agree, all_reduce, broadcast, gather_last, summed
 from specdec.parallel.group import Group
@@ -101,7 +101,7 @@ def divided(group: Group) -> dict[str, Tensor]:
         "few rows": few,
         "partial sums": summed(torch.stack([INPUTS, INPUTS]), group, torch.float32),
         "outputs": GatheredLinear(DenseLinear(rows), group, 10)(INPUTS),
-        "embedding": Embedding(rows, group)(TorchOps(), torch.tensor([0, 3, 9, 4]), 2.0),
+        "embedding": Embedding(rows, group)(Ops(), torch.tensor([0, 3, 9, 4]), 2.0),
         "norm": gather_last(normed, group, 8),
     }
 

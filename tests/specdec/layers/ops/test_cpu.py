@@ -15,7 +15,7 @@ from specdec.kv_cache import KVLayerSpec
 from specdec.layers.linear import DenseLinear
 from specdec.layers.ops.cpu import CpuOps
 from specdec.layers.ops.norm import Norm
-from specdec.layers.ops.ops import AttentionInputs, Heads, Join, TorchOps
+from specdec.layers.ops.ops import AttentionInputs, Heads, Join, Ops
 from specdec.layers.rotary.rotary import Angles
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.processors import PROCESSORS, library_for
@@ -41,12 +41,12 @@ def test_norms(rows: int) -> None:
     norm = Norm(random(576, seed=1), 1e-5)
     x, stream = random(rows, 2 * 576)[:, :576], random(rows, 576, seed=2)
     wide = Norm(norm.weight.double(), norm.epsilon)
-    plain, exact = TorchOps().norm(x, norm), TorchOps().norm(x.double(), wide)
+    plain, exact = Ops().norm(x, norm), Ops().norm(x.double(), wide)
     assert_as_exact(ops().norm(x, norm), plain, exact)
     got, kept = ops().add(x, stream, Join(norm))
-    plain, residual = TorchOps().add(x, stream, Join(norm))
+    plain, residual = Ops().add(x, stream, Join(norm))
     assert kept.equal(residual)
-    assert_as_exact(got, plain, TorchOps().norm(residual.double(), wide))
+    assert_as_exact(got, plain, Ops().norm(residual.double(), wide))
 
 
 @pytest.mark.parametrize("rows", [1, 70])
@@ -56,7 +56,7 @@ def test_gates(rows: int) -> None:
     x[0, 0], weight[0, 0], weight[1, 0] = 40, 100, -100
     linear, prefetch = DenseLinear(weight), DenseLinear(random(96, 960))
     gate, up = linear(x).double().chunk(2, dim=-1)
-    plain = TorchOps().gated(linear, x, "silu", prefetch)
+    plain = Ops().gated(linear, x, "silu", prefetch)
     exact = torch.nn.functional.silu(gate) * up
     assert_as_exact(ops().gated(linear, x, "silu", prefetch), plain, exact)
 
@@ -68,7 +68,7 @@ def test_other_instructions(processor: str, tmp_path: Path) -> None:
     other = CpuOps(library_for(processor, tmp_path))
     for width, visibility in ((1, "causal"), (6, "causal"), (6, "full"), (6, "ancestors")):
         plain, exact = (
-            attended(TorchOps(), dtype, width, visibility, normed=True)
+            attended(Ops(), dtype, width, visibility, normed=True)
             for dtype in (torch.bfloat16, torch.float64)
         )
         got = attended(other, torch.bfloat16, width, visibility, normed=True)
@@ -76,7 +76,7 @@ def test_other_instructions(processor: str, tmp_path: Path) -> None:
 
 
 def attended(
-    ops: TorchOps,
+    ops: Ops,
     dtype: torch.dtype,
     width: int,
     visibility: Any,
@@ -121,8 +121,8 @@ def attended(
 @pytest.mark.parametrize("normed", [False, True])
 def test_attention(width: int, visibility: Any, normed: bool) -> None:
     """Chains, blocks whose rows see each other, and trees; what is written to the cache, too."""
-    plain = attended(TorchOps(), torch.bfloat16, width, visibility, normed)
-    exact = attended(TorchOps(), torch.float64, width, visibility, normed)
+    plain = attended(Ops(), torch.bfloat16, width, visibility, normed)
+    exact = attended(Ops(), torch.float64, width, visibility, normed)
     assert_as_exact(attended(ops(), torch.bfloat16, width, visibility, normed), plain, exact)
 
 
@@ -136,7 +136,7 @@ def test_bits_of_a_row_do_not_depend_on_rows_after_it() -> None:
 def test_attention_of_other_widths(dim: int) -> None:
     """Of heads that are no multiple of what is summed at once, and of the widest."""
     kinds = torch.bfloat16, torch.float64
-    plain, exact = (attended(TorchOps(), kind, 6, "causal", dim=dim) for kind in kinds)
+    plain, exact = (attended(Ops(), kind, 6, "causal", dim=dim) for kind in kinds)
     assert_as_exact(attended(ops(), torch.bfloat16, 6, "causal", dim=dim), plain, exact)
 
 
@@ -149,9 +149,9 @@ def test_attention_of_some_columns() -> None:
 def test_other_types_are_left_to_torch() -> None:
     """Rows in float32, as a head that is computed so has them."""
     norm, x = Norm(random(96, seed=1).float(), 1e-5), random(3, 96).float()
-    assert ops().norm(x, norm).equal(TorchOps().norm(x, norm))
+    assert ops().norm(x, norm).equal(Ops().norm(x, norm))
     linear, prefetch = DenseLinear(random(192, 96, seed=1).float()), DenseLinear(random(96, 96))
-    expected = TorchOps().gated(linear, x, "silu", prefetch)
+    expected = Ops().gated(linear, x, "silu", prefetch)
     assert ops().gated(linear, x, "silu", prefetch).equal(expected)
 
 
@@ -163,7 +163,7 @@ def test_keys_and_values_that_are_written(normed: bool) -> None:
     turns = torch.randn(5, DIM // 2, generator=torch.Generator().manual_seed(9))
     slots, norm = torch.tensor([40, 3, 17, 16, 63]), Norm(random(DIM, seed=7), 1e-6)
 
-    def written(ops: TorchOps, dtype: torch.dtype) -> Tensor:
+    def written(ops: Ops, dtype: torch.dtype) -> Tensor:
         cache = KVLayerSpec(KV_HEADS, DIM).allocate(4, BLOCK, dtype, torch.device("cpu"))
         for number, side in enumerate(cache):
             side.copy_(random(*side.shape, seed=number + 5))
@@ -175,7 +175,7 @@ def test_keys_and_values_that_are_written(normed: bool) -> None:
         ops.write(backend, key, value, own, angles, cache, slots)
         return torch.cat([side.flatten() for side in cache])
 
-    plain, exact = written(TorchOps(), torch.bfloat16), written(TorchOps(), torch.float64)
+    plain, exact = written(Ops(), torch.bfloat16), written(Ops(), torch.float64)
     got = written(ops(), torch.bfloat16)
     assert_as_exact(got, plain, exact)
     untouched = torch.ones(2, 4 * BLOCK, dtype=torch.bool).index_fill_(1, slots, False)
