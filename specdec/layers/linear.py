@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from functools import cached_property
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ LONE_ROW_INPUTS = 1024
 then run as two, so that a token decoded alone has the same bits as the same token verified among
 drafts. Of fewer inputs only some CPUs round it alike; there a second row would cost more than it is
 worth."""
+
+
+class FewRows(TypedDict, total=False):
+    """Options of `Linear.few_rows`, as `specdec.layers.triton_linear.few_rows` has them."""
+
+    activation: str | None
+    may_split: bool
+    prefetch: Tensor | None
 
 
 class Linear(ABC):
@@ -42,14 +51,7 @@ class Linear(ABC):
         """What an earlier kernel may ask memory for; see `specdec.kernels.triton_prefetch`."""
         return None
 
-    def few_rows(
-        self,
-        x: Tensor,
-        *,
-        activation: str | None = None,
-        may_split: bool = False,
-        prefetch: Tensor | None = None,
-    ) -> Tensor | None:
+    def few_rows(self, x: Tensor, **how: Unpack[FewRows]) -> Tensor | None:
         """Few rows by our own kernel (`specdec.layers.triton_linear`); None for none."""
         return None
 
@@ -83,19 +85,10 @@ class DenseLinear(Linear):
 
         return self.weight if worth_prefetching(self.weight) else None
 
-    def few_rows(
-        self,
-        x: Tensor,
-        *,
-        activation: str | None = None,
-        may_split: bool = False,
-        prefetch: Tensor | None = None,
-    ) -> Tensor | None:
+    def few_rows(self, x: Tensor, **how: Unpack[FewRows]) -> Tensor | None:
         from specdec.layers.triton_linear import few_rows  # it imports Triton
 
-        return few_rows(
-            x, self.weight, self.bias, activation=activation, may_split=may_split, prefetch=prefetch
-        )
+        return few_rows(x, self.weight, self.bias, **how)
 
 
 class BlockedLinear(Linear):

@@ -6,11 +6,12 @@ and norm come after that.
 """
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from specdec.layers.linear import Linear
+from specdec.layers.linear import FewRows, Linear
 from specdec.layers.ops.norm import Norm
 from specdec.layers.ops.ops import Ops
 from specdec.layers.packed.table import PackedTable
@@ -49,16 +50,10 @@ class SummedLinear(Linear):
         out = all_reduce(self.part(x), self.group)
         return out if residual is None else out.add_(residual)
 
-    def few_rows(
-        self,
-        x: Tensor,
-        *,
-        activation: str | None = None,
-        may_split: bool = False,
-        prefetch: Tensor | None = None,
-    ) -> Tensor | None:
+    def few_rows(self, x: Tensor, **how: Unpack[FewRows]) -> Tensor | None:
         """See `Linear.few_rows`; never in partial sums, which ranks would have to add first."""
-        product = self.part.few_rows(x, activation=activation, prefetch=prefetch)
+        how["may_split"] = False
+        product = self.part.few_rows(x, **how)
         return None if product is None else all_reduce(product, self.group)
 
 

@@ -1,12 +1,13 @@
 """A linear layer whose weight stays in 8 or 4 bits."""
 
 from functools import cached_property
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.layers.linear import Linear
+from specdec.layers.linear import FewRows, Linear
 from specdec.layers.packed.check import kernels_take
 from specdec.layers.packed.weight import PackedWeight
 
@@ -62,21 +63,12 @@ class PackedLinear(Linear):
         codes = beginning(self.weight.codes) if self.weight.halves else self.weight.codes
         return codes if worth_prefetching(codes) else None
 
-    def few_rows(
-        self,
-        x: Tensor,
-        *,
-        activation: str | None = None,
-        may_split: bool = False,
-        prefetch: Tensor | None = None,
-    ) -> Tensor | None:
+    def few_rows(self, x: Tensor, **how: Unpack[FewRows]) -> Tensor | None:
         if not self._has_kernels:
             return None
         from specdec.layers.packed.triton_packed import few_rows  # it imports Triton
 
-        return few_rows(
-            x, self.weight, self.bias, activation=activation, may_split=may_split, prefetch=prefetch
-        )
+        return few_rows(x, self.weight, self.bias, **how)
 
     @cached_property
     def _has_kernels(self) -> bool:
