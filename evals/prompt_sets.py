@@ -84,10 +84,8 @@ class PromptSet:
         ['mt-bench', 'rag']
         """
         merged = {item.category for item in self.items} > MT_BENCH
-        return [
-            "mt-bench" if merged and item.category in MT_BENCH else item.category
-            for item in self.items
-        ]
+        kinds = (item.category for item in self.items)
+        return ["mt-bench" if merged and one in MT_BENCH else one for one in kinds]
 
     def asked(self, turn: int) -> list[int]:
         """Numbers of the items that have a turn."""

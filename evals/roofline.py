@@ -49,11 +49,8 @@ def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> 
         context: cached tokens per request, on average.
     """
     verifier, drafter = engine.verifier, engine.drafter if k else None
-    dtype, weights, experts = (
-        verifier.attention.spec.kv_dtype,
-        verifier.weight_bytes,
-        verifier.routed_experts,
-    )
+    dtype, weights = verifier.attention.spec.kv_dtype, verifier.weight_bytes
+    experts = verifier.routed_experts
     if experts:
         weights += experts.bytes_read(num_reqs * (k + 1)) - experts.weight_bytes
     cached = 0.0

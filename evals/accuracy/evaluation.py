@@ -61,11 +61,8 @@ class EvalConfig:
         """What belongs in the report."""
         names = ("limit", "num_fewshot", "chat", "system", "seed", "peers", "think_end_token")
         stated = {name: getattr(self, name) for name in names}
-        return stated | {
-            "tasks": list(self.tasks),
-            "data": dict(self.data),
-            "gen_kwargs": dict(self.gen_kwargs),
-        }
+        stated |= {"tasks": list(self.tasks), "data": dict(self.data)}
+        return stated | {"gen_kwargs": dict(self.gen_kwargs)}
 
 
 def evaluate(
@@ -190,18 +187,14 @@ def _task(
 
 
 def _speed(samples: list[Sample]) -> Speed:
-    return Speed(
-        [sum(len(sample.token_ids) for sample in samples)],
-        [sum(sample.seconds for sample in samples)],
-    )
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    return Speed([tokens], [sum(sample.seconds for sample in samples)])
 
 
 def _acceptance(samples: list[Sample]) -> dict[str, Any]:
     stats = [sample.stats for sample in samples]
-    return pooled(stats).to_dict() | {
-        "mean_tau": mean_tau(stats),
-        "tau_per_request": [one.tau for one in stats],
-    }
+    per_request = [one.tau for one in stats]
+    return pooled(stats).to_dict() | {"mean_tau": mean_tau(stats), "tau_per_request": per_request}
 
 
 def _metrics(results: Mapping[str, Any], task: str) -> dict[str, dict[str, Any]]:

@@ -268,10 +268,8 @@ class SpecdecLM(TemplateLM):
             bar.finish(len(done), note(done.values()))
         samples = [done[index] for index in range(len(requests))]
         self.samples += samples
-        texts = [
-            self._answer(request.args[1], sample)
-            for request, sample in zip(requests, samples, strict=True)
-        ]
+        asked = zip(requests, samples, strict=True)
+        texts = [self._answer(request.args[1], sample) for request, sample in asked]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts

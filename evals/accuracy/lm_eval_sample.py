@@ -61,11 +61,8 @@ def sample_of(request: Instance, sampling: SamplingParams, record: Mapping[str, 
     own = {name: record[name] for name in ("prompt_token_ids", "token_ids", "text", "seconds")}
     # Journals of before trees lack some.
     stats = {one.name: record[one.name] for one in fields(AcceptanceStats) if one.name in record}
-    asked = {
-        "task": request.task_name or "",
-        "doc_id": request.doc_id or 0,
-        "greedy": sampling.temperature == 0,
-    }
+    greedy = sampling.temperature == 0
+    asked = {"task": request.task_name or "", "doc_id": request.doc_id or 0, "greedy": greedy}
     return made(Sample, asked | own | {"stats": stats})
 
 

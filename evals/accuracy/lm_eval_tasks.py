@@ -140,11 +140,9 @@ def _data(data: str, folder: Path) -> dict[str, Any]:
 
 def _splits(path: Path) -> dict[str, str]:
     """JSONL file by split, every line checked: lm-eval's own loader does not name a wrong one."""
-    files = (
-        {file.stem: file for file in sorted(path.glob("*.jsonl"))}
-        if path.is_dir()
-        else {"test": path}
-    )
+    files = {"test": path}
+    if path.is_dir():
+        files = {file.stem: file for file in sorted(path.glob("*.jsonl"))}
     if not files:
         raise InvalidInputError(
             f"{str(path)!r} holds no .jsonl file; put one there per split, such as train.jsonl and"

@@ -106,10 +106,8 @@ def _forwards(lengths: list[int]) -> list[list[_Piece]]:
     """
     if len(lengths) > 1:
         return [[_Piece(index, 0, length) for index, length in enumerate(lengths)]]
-    return [
-        [_Piece(0, start, min(start + MAX_ROWS, lengths[0]))]
-        for start in range(0, lengths[0], MAX_ROWS)
-    ]
+    starts = range(0, lengths[0], MAX_ROWS)
+    return [[_Piece(0, start, min(start + MAX_ROWS, lengths[0]))] for start in starts]
 
 
 def _compare(logits: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:

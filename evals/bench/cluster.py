@@ -120,11 +120,8 @@ class ClusterBench:
                         side, prompts, sampling, repeat, f"{title} {repeat + 1}/{config.repeats}"
                     )
                 )
-            key = {
-                "prompt_set": prompts.name,
-                "temperature": temperature,
-                "concurrency": concurrency,
-            }
+            key = {"prompt_set": prompts.name, "temperature": temperature}
+            key["concurrency"] = concurrency
             report["rows"] += [
                 key
                 | side.row(sides[0], prompts, raw=config.raw)
@@ -181,11 +178,9 @@ class ClusterBench:
             raise SpecDecError(wrong[0] + (f" (and {len(wrong) - 1} more)" if wrong[1:] else ""))
         kept = [found for row in rows if (found := self._journal.read(row.key, _kept))]
         side.k = kept[0][2]
+        turns_of = [turns for turns, _, _ in kept]
         results = [
-            turns[turn]
-            for turn in range(prompts.num_turns)
-            for turns, _, _ in kept
-            if turn < len(turns)
+            turns[n] for n in range(prompts.num_turns) for turns in turns_of if n < len(turns)
         ]
         answers = [Answer(one.prompt_token_ids, one.token_ids, one.stats) for one in results]
         return Pass(answers, sum(seconds for _, seconds, _ in kept))
@@ -196,8 +191,5 @@ class ClusterBench:
 
 def _kept(record: dict[str, Any]) -> tuple[list[GenerationResult], float, int | str]:
     """Turns, seconds of an engine, and its k."""
-    return (
-        [made(GenerationResult, one) for one in record["results"]],
-        float(record["seconds"]),
-        record["k"],
-    )
+    results = [made(GenerationResult, one) for one in record["results"]]
+    return results, float(record["seconds"]), record["k"]

@@ -205,11 +205,8 @@ def format_comparison(comparison: Comparison, decoder: SpecDecoder, *, drafter: 
         )
     lines += ["", *_output_lines(comparison, decoder)]
     if stats.num_steps:
-        lines += [
-            "",
-            "  tokens put out per verify step",
-            *_histogram(stats.histogram, stats.num_steps),
-        ]
+        lines += ["", "  tokens put out per verify step"]
+        lines += _histogram(stats.histogram, stats.num_steps)
     if stats.num_offered:
         lines += ["", *_offered(stats), *_rates(stats), *_ranks(stats)]
     return "\n".join(lines)
@@ -275,17 +272,13 @@ def _speed_table(comparison: Comparison) -> list[str]:
 
 def _output_lines(comparison: Comparison, decoder: SpecDecoder) -> list[str]:
     if comparison.divergences is None:
-        return [
-            f"  {'output':<13}not compared: probabilistic drafts keep the distribution, not the"
-            f" tokens"
-        ]
+        why = "probabilistic drafts keep the distribution, not the tokens"
+        return [f"  {'output':<13}not compared: {why}"]
     num_prompts = len(comparison.stats)
     if not comparison.divergences:
         return [f"  {'output':<13}identical" + (" for every prompt" if num_prompts > 1 else "")]
-    lines = [
-        f"  {'output':<13}differs for {len(comparison.divergences)} of"
-        f" {counted(num_prompts, 'prompt')}"
-    ]
+    all_of = counted(num_prompts, "prompt")
+    lines = [f"  {'output':<13}differs for {len(comparison.divergences)} of {all_of}"]
     dtype = dtype_name(decoder.verifier.dtype)
     for one in comparison.divergences:
         plain, speculative = (
@@ -325,11 +318,8 @@ def _offered(stats: AcceptanceStats) -> list[str]:
 def _rates(stats: AcceptanceStats) -> list[str]:
     """Acceptance by position and the steps behind it, where these are enough to say anything."""
     shown = [steps for steps in stats.num_offered if steps >= MIN_STEPS]
-    lines = (
-        ["", "  drafts accepted, by position, and the steps that offered one there"]
-        if shown
-        else []
-    )
+    title = "  drafts accepted, by position, and the steps that offered one there"
+    lines = ["", title] if shown else []
     for position, (steps, rate) in enumerate(
         zip(shown, stats.acceptance_rate, strict=False), start=1
     ):
@@ -364,11 +354,9 @@ def _bar(fraction: float) -> str:
 
 
 def _token(decoder: SpecDecoder, token_id: int | None) -> str:
-    return (
-        "has ended"
-        if token_id is None
-        else f"{decoder.tokenizer.decode([token_id])!r} ({token_id})"
-    )
+    if token_id is None:
+        return "has ended"
+    return f"{decoder.tokenizer.decode([token_id])!r} ({token_id})"
 
 
 def _provenance(decoder: SpecDecoder, args: argparse.Namespace) -> dict[str, Any]:

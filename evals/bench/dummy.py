@@ -100,13 +100,8 @@ class DummyConfig:
     @property
     def step_rows(self) -> list[int]:
         """Rows of all steps of the sweep."""
-        return sorted(
-            {
-                count * shape.rows
-                for _, count in self.cells
-                for shape in (BlockShape(0), *self.shapes)
-            }
-        )
+        shapes = (BlockShape(0), *self.shapes)
+        return sorted({count * shape.rows for _, count in self.cells for shape in shapes})
 
 
 class DummyBench:

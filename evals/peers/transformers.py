@@ -56,10 +56,8 @@ class TransformersPeer:
         asked = list(zip(prompts, samplings, strict=True))
         for start in range(0, len(asked), concurrency):
             group = asked[start : start + concurrency]
-            controls = {
-                (sampling.repetition_penalty or 1.0, sampling.min_tokens or 0)
-                for _, sampling in group
-            }
+            plans = [sampling for _, sampling in group]
+            controls = {(one.repetition_penalty or 1.0, one.min_tokens or 0) for one in plans}
             if len(controls) > 1:
                 raise InvalidInputError(
                     f"peer {self.name!r} takes one least length and penalty per batch; use"

@@ -70,10 +70,8 @@ class VllmPeer:
         self.tau: float | None = None  # where an accepted draft behind an output's end counts
         self._written: TemporaryDirectory[str] | None = None
         if drafter is not None:
-            self._options = {
-                "speculative_config": self._speculation(drafter),
-                "disable_log_stats": False,
-            }
+            self._options = {"speculative_config": self._speculation(drafter)}
+            self._options["disable_log_stats"] = False
         folder = checkpoint_folder(verifier.name)
         self._links = None if folder is None else _without_other_weights(folder)
         self._model = self._links.name if self._links else str(folder or verifier.name)
@@ -94,12 +92,8 @@ class VllmPeer:
         if config.head is not None:
             self._written = TemporaryDirectory(prefix="specdec-vllm-")
             method, model = "dspark", self._written.name
-            convert(
-                drafter,
-                model,
-                "speculators",
-                target=self._verifier.name if config.tied_tables else None,
-            )
+            target = self._verifier.name if config.tied_tables else None
+            convert(drafter, model, "speculators", target=target)
         return {"method": method, "model": model, "num_speculative_tokens": config.max_draft_tokens}
 
     def generate(
@@ -205,11 +199,8 @@ def check_drafter(peer: str, config: DFlashConfig, verifier: Verifier, version: 
     Raises:
         InvalidInputError: the drafter is neither plain DFlash nor, where vLLM knows it, DSpark.
     """
-    scale = (
-        verifier.embedding_scale
-        if config.input_embedding_scale is None
-        else config.input_embedding_scale
-    )
+    scale = config.input_embedding_scale
+    scale = verifier.embedding_scale if scale is None else scale
     knows = Version(version) >= KNOWS_HEADS and config.algorithm == "dspark"
     unknown = {
         "a sliding window": any(config.windows),

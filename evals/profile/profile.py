@@ -192,10 +192,8 @@ def format_profile(result: StepProfile, *, most: int = 25) -> str:
     left_out = len(result.kernels) - most
     idle = ""
     if result.busy_ms is not None:
-        idle = (
-            f"; the GPU is idle {100 * _idle_share(result.busy_ms, result.step_ms):.1f}% of the"
-            f" time"
-        )
+        share = 100 * _idle_share(result.busy_ms, result.step_ms)
+        idle = f"; the GPU is idle {share:.1f}% of the time"
     return "\n".join(
         [
             f"{result.num_reqs} at once, {drafts_name(result.k)}, context {result.context}:"

@@ -332,14 +332,8 @@ def speed_grid(rows: Iterable[Row]) -> Grid:
 
 def _columns(title: str, rows: Sequence[Row], head: Sequence[str], cell: Any) -> Grid:
     """A line for every side of every part, a column for each of `head`."""
-    lines = [
-        (
-            _part(row),
-            side_of(row).name(),
-            *(cell(row, place) for place in range(len(head))),
-        )
-        for row in rows
-    ]
+    places = range(len(head))
+    lines = [(_part(row), side_of(row).name(), *(cell(row, n) for n in places)) for row in rows]
     return Grid(title, ("part", "side", *head), lines, (0, 1))
 
 

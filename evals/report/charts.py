@@ -129,10 +129,8 @@ class Charts:
         def draw(axes: Any) -> None:
             for side, own in _by_side(rows):
                 speeds = [row["speed"]["tokens_per_second"] for row in own]
-                spread = [
-                    [s["median"] - s["min"] for s in speeds],
-                    [s["max"] - s["median"] for s in speeds],
-                ]
+                low = [one["median"] - one["min"] for one in speeds]
+                spread = [low, [one["max"] - one["median"] for one in speeds]]
                 axes.errorbar(
                     [row["concurrency"] for row in own],
                     [s["median"] for s in speeds],
@@ -205,10 +203,8 @@ class Charts:
             for number, row in enumerate(own):
                 side = side_of(row)
                 counts, steps = row["acceptance"]["histogram"][1:], row["acceptance"]["num_steps"]
-                places = [
-                    tokens + (number - (len(own) - 1) / 2) * width
-                    for tokens in range(1, len(counts) + 1)
-                ]
+                first = (number - (len(own) - 1) / 2) * width
+                places = [tokens + first for tokens in range(1, len(counts) + 1)]
                 axes.bar(
                     places,
                     [count / steps for count in counts],

@@ -49,10 +49,8 @@ def compare_reports(one: Report, other: Report | None = None) -> str:
             f"the reports have no part in common (the first has {first}, the second {second});"
             " measure both with the same sets, temperatures, concurrencies, drafters and k"
         )
-    rows = [
-        ("", *("first", "second", "ratio") * 2),
-        ("part", "tokens/s", "tokens/s", "", "tau", "tau", ""),
-    ]
+    rows = [("", *("first", "second", "ratio") * 2)]
+    rows.append(("part", "tokens/s", "tokens/s", "", "tau", "tau", ""))
     for key in common:
         (speed, tau), (other_speed, other_tau) = parts[key], others[key]
         rows.append(

@@ -21,11 +21,8 @@ def format_report(report: Report) -> str:
     tables = {"specdec-bench": bench_table, "specdec-dummy-bench": dummy_table}
     tables["specdec-eval"] = eval_table
     body = tables[report["schema"]](report)
-    note = (
-        []
-        if report["complete"]
-        else ["", "incomplete: the run ended before everything was measured"]
-    )
+    incomplete = "incomplete: the run ended before everything was measured"
+    note = [] if report["complete"] else ["", incomplete]
     return "\n".join([*head, "", *body, *note])
 
 
@@ -75,17 +72,8 @@ def shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
 def dummy_table(report: Report) -> list[str]:
     """One line per kind of work of every part of the sweep: ours, the peer's, the ratio."""
     peer = report["peer"]
-    rows = [
-        (
-            "prompts",
-            "work",
-            "ours",
-            "range",
-            *(("vLLM", "range", "ratio") if peer else ()),
-            "",
-            "of bound",
-        )
-    ]
+    theirs = ("vLLM", "range", "ratio") if peer else ()
+    rows = [("prompts", "work", "ours", "range", *theirs, "", "of bound")]
     for row in report["rows"]:
         other, limit, ratio = row["theirs"], row["roofline"], row["ratio"]
         beside = (
@@ -155,11 +143,8 @@ def _experts_met(experts: dict[str, Any] | None, rows: Sequence[dict[str, Any]])
         f" router's random weights"
     ]
     for one in experts["met"]:
-        measured = (
-            ""
-            if one["measured"] is None
-            else f", {one['measured']:.1f} met by as many random prompts"
-        )
+        met = one["measured"]
+        measured = "" if met is None else f", {met:.1f} met by as many random prompts"
         lines.append(
             f"  {one['rows']:>5} {'row: ' if one['rows'] == 1 else 'rows:'} {one['expected']:.1f}"
             f" expected{measured}"

@@ -80,10 +80,8 @@ class LoadConfig:
             f"block_size is {self.block_size}; it must be at least 1 token and at most"
             f" {MAX_BLOCK:,}",
         )
-        require(
-            self.kv_dtype in ("auto", "fp8"),
-            f"kv_dtype is {shown(self.kv_dtype)}; choose 'auto' or 'fp8'",
-        )
+        known = self.kv_dtype in ("auto", "fp8")
+        require(known, f"kv_dtype is {shown(self.kv_dtype)}; choose 'auto' or 'fp8'")
         right = self.prefill_dtype in ("auto", "model")
         require(right, f"prefill_dtype is {shown(self.prefill_dtype)}; choose 'auto' or 'model'")
         right = self.generation_config in ("model", "none")
@@ -219,10 +217,8 @@ class EngineConfig:
         )
         for name in ("max_model_len", "max_prefill_tokens"):
             count = getattr(self, name)
-            require(
-                count is None or count <= MAX_TOKENS,
-                f"{name} is {count}; it must be at most {MAX_TOKENS:,}",
-            )
+            fits = count is None or count <= MAX_TOKENS
+            require(fits, f"{name} is {count}; it must be at most {MAX_TOKENS:,}")
         require(
             self.num_draft_tokens in ("auto", None)
             or (isinstance(self.num_draft_tokens, int) and self.num_draft_tokens >= 0),

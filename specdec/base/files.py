@@ -58,11 +58,8 @@ def read_lines(path: Path, *, what: str, way_out: str) -> list[tuple[str, str]]:
             f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it"
         ) from error
     # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
-    lines = [
-        (f"{path}:{number}", line)
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip()
-    ]
+    numbered = enumerate(text.split("\n"), start=1)
+    lines = [(f"{path}:{number}", line) for number, line in numbered if line.strip()]
     if not lines:
         raise InvalidInputError(f"{str(path)!r} holds no {what}; {way_out}")
     return lines
@@ -80,11 +77,8 @@ def parse_json(content: str | bytes, *, strict: bool = True) -> Any:
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        return (
-            json.loads(text, parse_constant=_no_number, parse_float=_finite)
-            if strict
-            else json.loads(text)
-        )
+        options: Any = {"parse_constant": _no_number, "parse_float": _finite} if strict else {}
+        return json.loads(text, **options)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError as error:

@@ -133,11 +133,8 @@ class ClusterAnswers:
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
     """What answers depend on beside their keys, as far as the command says it."""
-    return {
-        "model": args.model,
-        "drafter": drafter_name(args.drafter, args.model),
-        "tree_nodes": args.tree_nodes,
-    }
+    drafter = drafter_name(args.drafter, args.model)
+    return {"model": args.model, "drafter": drafter, "tree_nodes": args.tree_nodes}
 
 
 def _refused(index: int, error: str) -> StreamChunk:

@@ -126,12 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     assert needed is not None
     try:
         constraints = (_ROOT / "constraints.txt").read_text()
-        print(
-            pins(
-                constraints, build, named=args.named, needed=needed[1], gpus=amd_gpus.wanting_rocm()
-            ),
-            end="",
-        )
+        gpus = amd_gpus.wanting_rocm()
+        print(pins(constraints, build, named=args.named, needed=needed[1], gpus=gpus), end="")
     except InvalidInputError as error:
         print(error, file=sys.stderr)
         return 1

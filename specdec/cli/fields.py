@@ -52,13 +52,8 @@ class Kind:
     @property
     def metavar(self) -> str:
         """What help shows in place of the value."""
-        name = (
-            "SIZE"
-            if self.size
-            else "TEXT"
-            if self.many and self.type is str
-            else _METAVARS[self.type]
-        )
+        word = "TEXT" if self.many and self.type is str else _METAVARS[self.type]
+        name = "SIZE" if self.size else word
         return "|".join([name, *self.words]) if self.type is not str else name
 
     def parse(self, text: str) -> Any:

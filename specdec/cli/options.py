@@ -74,12 +74,8 @@ def engine_options(
     """Options of engine and cache; `names` and `options` as `add_options` takes them."""
     group = parser.add_argument_group("engine")
     for config in (EngineConfig, CacheConfig):
-        add_options(
-            group,
-            config,
-            [name for name in _own(config) if names is None or name in names],
-            **options,
-        )
+        wanted = [name for name in _own(config) if names is None or name in names]
+        add_options(group, config, wanted, **options)
 
 
 def sampling_options(

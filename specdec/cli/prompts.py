@@ -196,10 +196,8 @@ def _choices(prompt: Prompt) -> list[Prompt]:
     if count == 1:
         return [prompt]
     carried = prompt.carried
-    return [
-        replace(prompt, choice=number, carried={**carried, "choice": number})
-        for number in range(count)
-    ]
+    numbered = ((number, {**carried, "choice": number}) for number in range(count))
+    return [replace(prompt, choice=n, carried=line) for n, line in numbered]
 
 
 def _requests(

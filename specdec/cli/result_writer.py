@@ -132,10 +132,8 @@ class ResultWriter:
             self._print_text()
             print(flush=True)
         if result is not None and result.error is not None:
-            print(
-                f"specdec: error: {self._prompts[self._current].source}: {result.error}",
-                file=sys.stderr,
-            )
+            source = self._prompts[self._current].source
+            print(f"specdec: error: {source}: {result.error}", file=sys.stderr)
         self._current += 1
         self._num_shown, self._titled = 0, False
 

@@ -63,10 +63,8 @@ def run(args: argparse.Namespace) -> int:
             raise
         except Exception as error:  # whatever a compiler or a kernel raises: the others may work
             num_failed += 1
-            bar.say(
-                f"  failed: {shape.title}:"
-                f" {' '.join(str(error).split())[:300] or type(error).__name__}"
-            )
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            bar.say(f"  failed: {shape.title}: {reason}")
             continue
         seconds = time.perf_counter() - before
         if seconds >= SLOW:

@@ -147,11 +147,8 @@ class Engine:
             if follow_up is None or results[-1].error is not None:
                 break
             text = decoder.tokenizer.decode(results[-1].token_ids, skip_special_tokens=True)
-            prompt = [
-                *prompt,
-                {"role": "assistant", "content": text},
-                {"role": "user", "content": follow_up},
-            ]
+            answer = {"role": "assistant", "content": text}
+            prompt = [*prompt, answer, {"role": "user", "content": follow_up}]
         return results
 
 

@@ -88,10 +88,8 @@ class Pool:
         import ray
 
         there, machines = ray.cluster_resources(), sum(node["Alive"] for node in ray.nodes())
-        return cls(
-            config.placed(gpus=there.get("GPU", 0), cpus=there.get("CPU", 0), machines=machines),
-            spec,
-        )
+        gpus, cpus = there.get("GPU", 0), there.get("CPU", 0)
+        return cls(config.placed(gpus=gpus, cpus=cpus, machines=machines), spec)
 
     @property
     def _resources(self) -> dict[str, Any]:

@@ -67,11 +67,8 @@ class GrammarCompiler:
         in_threads: bool = True,
         limited: bool = True,
     ) -> None:
-        self._tokenizer, self._vocab_size, self._eos_token_ids = (
-            tokenizer,
-            vocab_size,
-            tuple(eos_token_ids),
-        )
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
         self._in_threads, self._limited = in_threads, limited
         self._libraries: dict[frozenset[int], _Library] = {}  # by markers
         self._jobs: dict[Grammar, Job] = {}

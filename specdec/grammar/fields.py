@@ -17,11 +17,8 @@ MAKERS: dict[str, Callable[[Any], Grammar]] = {
 }
 """By keys of vLLM's `structured_outputs`; with `guided_` before it each is a field of its own."""
 
-TYPES: dict[str, tuple[type, ...]] = {
-    "json": (str, Mapping),
-    "json_object": (bool,),
-    "choice": (list, tuple),
-}
+TYPES: dict[str, tuple[type, ...]] = {"json": (str, Mapping), "json_object": (bool,)}
+TYPES["choice"] = (list, tuple)
 """What each is made of; others of a string."""
 
 FIELDS = {f"guided_{name}": name for name in MAKERS} | {

@@ -129,10 +129,8 @@ class Grammar:
     @classmethod
     def json_schema(cls, schema: str | bool | Mapping[str, Any]) -> Grammar:
         """JSON that a schema describes: keys in the order of `properties`, and no others."""
-        return cls(
-            "json_schema",
-            schema if isinstance(schema, str) else _written("the JSON schema", schema),
-        )
+        text = schema if isinstance(schema, str) else _written("the JSON schema", schema)
+        return cls("json_schema", text)
 
     @classmethod
     def json_object(cls) -> Grammar:

@@ -134,11 +134,8 @@ class Lanes:
                     f" try again later"
                 )
             self._put(job, QUICK_SECONDS)
-            for lane in (
-                ()
-                if self._started
-                else [lane for lane, count in LANES.items() for _ in range(count)]
-            ):
+            lanes = [lane for lane, count in LANES.items() for _ in range(count)]
+            for lane in () if self._started else lanes:
                 threading.Thread(target=self._work, args=(lane,), name="specdec grammar").start()
             self._started = True
 

@@ -181,11 +181,8 @@ class Algebra:
                     rest = self.repeat(inner, max(0, least - 1), None if most is None else most - 1)
                     found = self.row(self.after(inner, code), rest)
                 case ("characters", some):
-                    found = (
-                        self.empty
-                        if any(first <= code <= last for first, last in some)
-                        else self.nothing
-                    )
+                    takes = any(first <= code <= last for first, last in some)
+                    found = self.empty if takes else self.nothing
                 case _:
                     found = self.nothing
             self._derived[key] = found

@@ -94,12 +94,8 @@ class _Settler:
                 return self._row(tuple(before), start=start, end=False)
             case Row((*before, (Row() | Options()) as last)):
                 first = start and all(one == Anchor("^") for one in before)
-                return Row(
-                    (
-                        self._row(tuple(before), start=start, end=False),
-                        self._ahead(last, start=first),
-                    )
-                )
+                before_last = self._row(tuple(before), start=start, end=False)
+                return Row((before_last, self._ahead(last, start=first)))
             case Anchor("$"):
                 return Row(())
         return Row((self.part(node, start=start, end=False), EVERYTHING))

@@ -284,11 +284,8 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompts: list[list[int]]) -
     """Raises:
     RequestError: they would be too many.
     """
-    count = (
-        0
-        if sampling.prompt_logprobs is None
-        else (sampling.prompt_logprobs + 1) * sum(map(len, prompts))
-    )
+    each = 0 if sampling.prompt_logprobs is None else sampling.prompt_logprobs + 1
+    count = each * sum(map(len, prompts))
     if count > MAX_PROMPT_LOGPROBS:
         message = (
             f"{count:,} log-probabilities of prompts are asked for and the limit is"

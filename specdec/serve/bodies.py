@@ -107,10 +107,8 @@ class Bodies:
         while self._total > self._config.max_open_body_bytes and place.size > SMALL:
             largest = max(self._coming, key=lambda one: one.size, default=place)
             if largest.size <= place.size:
-                raise busy(
-                    "unfinished requests hold too much; try again later",
-                    close=place in self._coming,
-                )
+                comes = place in self._coming
+                raise busy("unfinished requests hold too much; try again later", close=comes)
             self._coming.remove(largest)
             self._total, largest.size, largest.gave_way = self._total - largest.size, 0, True
             assert largest.limit is not None, "it is being read"

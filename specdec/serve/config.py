@@ -145,8 +145,6 @@ class ServeConfig:
             )
         for name in ("header_seconds", "body_seconds", "drain_seconds"):
             seconds = getattr(self, name)
-            if not (
-                math.isfinite(seconds)
-                and (seconds > 0 or (name == "drain_seconds" and seconds == 0))
-            ):
+            allowed = seconds > 0 or (name == "drain_seconds" and seconds == 0)
+            if not (math.isfinite(seconds) and allowed):
                 raise InvalidInputError(f"{name} is {seconds}; it must be a positive finite number")

@@ -99,11 +99,8 @@ class Connections:
             else:
                 seen[protocol] = (phase, request, since)
         self._seen = seen
-        waiting = [
-            protocol
-            for protocol, (phase, _, _) in seen.items()
-            if phase in ("idle", "headers", "body")
-        ]
+        asked_for = ("idle", "headers", "body")
+        waiting = [protocol for protocol, (phase, _, _) in seen.items() if phase in asked_for]
         waiting.sort(key=lambda protocol: seen[protocol][2])
         for protocol in waiting[: max(0, len(seen) - self._most)]:
             protocol.transport.abort()

@@ -40,13 +40,8 @@ class RequestError(Exception):
         close: bool = False,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.close = (
-            status,
-            message,
-            param,
-            code,
-            close,
-        )
+        self.status, self.message, self.param = status, message, param
+        self.code, self.close = code, close
 
     @property
     def body(self) -> dict[str, Any]:
@@ -124,8 +119,5 @@ def malformed(problems: Sequence[Any]) -> RequestError:
             if one["loc"][1:2] == (name,)
         )
     )
-    return RequestError(
-        400,
-        f"{name} is {shown(problem['input'])}: {what or problem['msg'].lower()}",
-        param=name,
-    )
+    what = f"{name} is {shown(problem['input'])}: {what or problem['msg'].lower()}"
+    return RequestError(400, what, param=name)

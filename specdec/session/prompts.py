@@ -95,11 +95,8 @@ class PromptReader:
             raise InvalidInputError(f"{what}; give text or token ids")
         known = for_template(readable(messages), self.tokenizer)
         try:
-            text = self.tokenizer.apply_chat_template(
-                known,
-                tokenize=False,
-                **{**self.variables, **template},
-            )
+            variables = {**self.variables, **template}
+            text = self.tokenizer.apply_chat_template(known, tokenize=False, **variables)
         except Exception as error:  # a template may raise whatever it likes
             what = f"the chat template of {self.name!r} refuses these messages"
             raise InvalidInputError(f"{what}: {one_line(error, 300)}") from error

@@ -56,11 +56,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    found = (
-        re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE)
-        if cpuinfo.exists()
-        else None
-    )
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()
 
 

@@ -77,11 +77,8 @@ def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 @lru_cache(maxsize=4)
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
     """Ids of the tokens that texts leave out, by what they read."""
-    return {
-        added.content: token
-        for token, added in tokenizer.added_tokens_decoder.items()
-        if added.special
-    }
+    tokens = tokenizer.added_tokens_decoder.items()
+    return {added.content: token for token, added in tokens if added.special}
 
 
 _never_found: set[str] = set()
@@ -92,11 +89,8 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> frozen
     """Special tokens that are stop strings; says which strings hold one and never match."""
     special = _special_tokens(tokenizer) if stop else {}
     for entry in stop:
-        held = (
-            None
-            if entry in special
-            else next((name for name in special if name and name in entry), None)
-        )
+        parts = (name for name in special if name and name in entry)
+        held = None if entry in special else next(parts, None)
         if held is not None and entry not in _never_found and len(_never_found) < 1000:
             _never_found.add(entry)
             logger.warning(

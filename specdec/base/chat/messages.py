@@ -198,11 +198,9 @@ def _parsed_call(call: Any) -> Any:
         arguments = json.loads(given or "{}")
     except (ValueError, RecursionError):
         return call
-    return (
-        {**call, "function": {**function, "arguments": arguments}}
-        if isinstance(arguments, dict)
-        else call
-    )
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _takes_objects(tokenizer: PreTrainedTokenizerBase) -> bool:

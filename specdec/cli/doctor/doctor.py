@@ -325,10 +325,8 @@ def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) 
             continue
         taken = "chosen by --attention auto" if name == chosen else f"works with --attention {name}"
         lines.append(f"  {name:<{width}}  {taken}")
-        lines += [
-            f"  {'':<{width}}  auto passes over it: {reason}"
-            for reason in passed_over.get(name, [])
-        ]
+        passed = passed_over.get(name, [])
+        lines += [f"  {'':<{width}}  auto passes over it: {reason}" for reason in passed]
         lines += [f"  {'':<{width}}  {remark}" for remark in describe(name, spec)]
         if against := blocks.get(name):
             lines.append(f"  {'':<{width}}  but not for DFlash drafters: {'; '.join(against)}")

@@ -39,11 +39,8 @@ def run_model(args: argparse.Namespace) -> int:
     kept = cache_dtype(LoadConfig(kv_dtype=args.kv_dtype).kv_dtype, device)
     require_ours("drafters", "verifiers")
     # The memory of a GPU is given where there is none: quantized weights would stay packed on it.
-    packed = (
-        True
-        if args.gpu_memory is not None and device.type == "cpu" and dtype.itemsize == 2
-        else None
-    )
+    on_cpu = device.type == "cpu" and dtype.itemsize == 2
+    packed = True if args.gpu_memory is not None and on_cpu else None
     options = {"cache_dtype": kept, "packed": packed, "max_gpus": _max_gpus(args, device)}
     needs = resolve(PARTS, "needs", "part")(
         args.model, device=device, dtype=dtype, gpu_bytes=memory, **options

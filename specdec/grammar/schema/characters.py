@@ -93,10 +93,8 @@ class Characters:
     @property
     def is_empty(self) -> bool:
         """Whether none can be written for both readers."""
-        return all(
-            any(low <= first and last <= high for low, high in NOT_TEXT)
-            for first, last in self.sure
-        )
+        texts = (any(low <= a and b <= high for low, high in NOT_TEXT) for a, b in self.sure)
+        return all(texts)
 
     @property
     def text(self) -> Ranges:

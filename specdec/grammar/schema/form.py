@@ -88,11 +88,9 @@ def _are_named(value: Any) -> bool:
 
 def _are_types(value: Any) -> bool:
     some = [value] if isinstance(value, str) else value
-    return (
-        isinstance(some, list)
-        and bool(some)
-        and all(isinstance(one, str) and one in TYPES for one in some)
-    )
+    if not isinstance(some, list) or not some:
+        return False
+    return all(isinstance(one, str) and one in TYPES for one in some)
 
 
 def _are_names(value: Any) -> bool:
@@ -243,17 +241,11 @@ def narrowed(bounds: Mapping[str, float], decimals: int) -> tuple[float | None, 
     scale = 10**decimals
     bounds = {name: min(max(bound, -(2**64)), 2**64) for name, bound in bounds.items()}
     lows = [ceil(Fraction(str(bounds[name])) * scale) for name in ("minimum",) if name in bounds]
-    lows += [
-        floor(Fraction(str(bounds[name])) * scale) + 1
-        for name in ("exclusiveMinimum",)
-        if name in bounds
-    ]
+    if (above := bounds.get("exclusiveMinimum")) is not None:
+        lows.append(floor(Fraction(str(above)) * scale) + 1)
     highs = [floor(Fraction(str(bounds[name])) * scale) for name in ("maximum",) if name in bounds]
-    highs += [
-        ceil(Fraction(str(bounds[name])) * scale) - 1
-        for name in ("exclusiveMaximum",)
-        if name in bounds
-    ]
+    if (below := bounds.get("exclusiveMaximum")) is not None:
+        highs.append(ceil(Fraction(str(below)) * scale) - 1)
     return tuple(  # type: ignore[return-value]
         None
         if not some

@@ -330,11 +330,8 @@ class _Reader:
                     f" {path}"
                 )
             return {"enum": some}
-        return {
-            keyword: value
-            for keyword, value in (("minimum", least), ("maximum", most))
-            if value is not None
-        }
+        bounds = {"minimum": least, "maximum": most}
+        return {keyword: bound for keyword, bound in bounds.items() if bound is not None}
 
     def _array(
         self, own: dict[str, Any], types: list[str], path: Place, depth: int

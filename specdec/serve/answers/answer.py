@@ -46,11 +46,8 @@ class Answer:
         self, asked: Generation, model: str, prompts: Sequence[list[int]], tokens: TokenBytes
     ) -> None:
         self.asked, self.prompts, self.n = asked, prompts, asked.n or 1
-        self._frame = {
-            "id": f"{self.prefix}{uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        made = f"{self.prefix}{uuid4().hex}", int(time.time())
+        self._frame = {"id": made[0], "created": made[1], "model": model}
         self.notes: list[str] = []
         self.tokens = tokens
         self._counts: Counter[int] = Counter()  # of tokens that events have told of, by output

@@ -96,11 +96,8 @@ class ChatCompletion(Answer):
 
     def delta(self, chunk: StreamChunk) -> dict[str, Any]:
         """What came of an output."""
-        some = (
-            self._logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-            if chunk.token_ids
-            else None
-        )
+        of = chunk.token_ids, chunk.logprobs, chunk.top_logprobs
+        some = self._logprobs(*of) if chunk.token_ids else None
         reasoning, content = chunk.parts or ("", chunk.text)
         delta = {"content": content} if content or (chunk.token_ids and not reasoning) else {}
         if reasoning and self.asked.include_reasoning:

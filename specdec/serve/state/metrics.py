@@ -67,9 +67,8 @@ class Metrics(Collector):
             ("spec_decode_num_accepted_tokens", sum(totals.accepted), "Drafts accepted."),
             ("num_preemptions", numbers.preemptions, "Requests preempted."),
         ):
-            yield self._one(
-                CounterMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels)), value
-            )
+            family = CounterMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels))
+            yield self._one(family, value)
         name = f"{prefix}:spec_decode_num_accepted_tokens_per_pos"
         text = "Drafts accepted by position."
         yield self._by(
