@@ -121,8 +121,9 @@ def integers(
     group = min(group, in_features)
     in_range = groups is not None and bool((groups >= 0).all())
     sorted_by_size = in_range and groups is not None and not _in_order(groups, group)
-    rows = scale.shape[0], scale.shape[1] * group
-    wanted = rows if sorted_by_size else (out_features, in_features)
+    wanted = out_features, in_features
+    if sorted_by_size:
+        wanted = scale.shape[0], scale.shape[1] * group
     scale = per_output(scale, module, wanted, (1 if scale.numel() > 1 else out_features, group))
     zero, offset = None, 0 if halved else middle  # bytes are signed, so that theirs is none
     if zeros is not None:
