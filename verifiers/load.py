@@ -242,8 +242,8 @@ def _own(reading: _Reading, fuse: bool) -> Verifier | None:
 
     config = reading.config
     description = describe(config) if reading.shard is None else reading.shard.description
-    ours = fuse or peculiarity(config) or isinstance(reading.backend, MlaBackend)
-    if description is None or not ours:
+    latent = isinstance(reading.backend, MlaBackend)
+    if description is None or not (fuse or latent or peculiarity(config)):
         return None
     say_text_only(reading.whole)
     build = partial(_built, reading, config, description)

@@ -302,8 +302,9 @@ def paged_attention(
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = cache.key.shape[1:3]
     group = num_heads // num_kv_heads
-    memory = shared_memory(query.device)
-    tile = tile or tile_for(group, max_query_len, head_dim, query.dtype, memory)
+    if tile is None:
+        memory = shared_memory(query.device)
+        tile = tile_for(group, max_query_len, head_dim, query.dtype, memory)
     assert cache.key.stride() == cache.value.stride()
     assert cache.key.stride(-1) == query.stride(-1) == 1
     assert splits & (splits - 1) == 0 and tile.block_m >= group
