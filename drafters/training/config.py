@@ -149,6 +149,9 @@ class TrainConfig:
     kv_heads: int | None = _option(None, "drafter", "key heads (default: the target's)")
     head_dim: int | None = _option(None, "drafter", "size of a head (default: the target's)")
     intermediate: int | None = _option(None, "drafter", "width of the MLP (default: the target's)")
+    draft_vocab: int | None = _positive(
+        None, "drafter", "tokens that can be drafted, the answers' most frequent (default: all)"
+    )
     head: str = _option(
         "none",
         "drafter",
@@ -310,6 +313,8 @@ class TrainConfig:
         self._check("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon")
         whole = not self.shard or self.optimizer != "muon"
         self._check("optimizer", whole, "adamw with shard: muon moves whole matrices")
+        tied = self.tied_tables and self.draft_vocab is not None
+        self._check("tied_tables", not tied, "left out with draft-vocab: they are of all tokens")
         self._check("openings", set(self.openings) <= set(KINDS), f"some of {', '.join(KINDS)}")
         heads = ("none", "markov", "gated", "selector", "domino", "lilicorr")
         self._check("head", self.head in heads, f"one of {', '.join(heads)}")

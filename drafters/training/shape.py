@@ -31,16 +31,6 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
         shape = new_config(config, verifier, tokenizer)
     else:
         shape, known = read_checkpoint(config.init)
-        if (
-            "lm_head.weight" in known
-            or "embed_tokens.weight" in known
-            or shape.draft_vocab_size is not None
-        ):
-            raise InvalidInputError(
-                f"drafter {config.init!r} brings its own embeddings or head, which training does"
-                f" not touch; start from one that"
-                " borrows the target's, or leave --init out"
-            )
         if peculiar := shape.untrainable(known):
             raise InvalidInputError(
                 f"drafter {config.init!r} has {peculiar}, which training does not know; leave"
@@ -55,7 +45,15 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
             )
         _check_taps(shape.target_layer_ids, verifier)
         shape = replace(shape, coupling=None)  # it was fitted to what the drafter said before
-    model = DFlashModel(with_options(shape, config))
+    shape = with_options(shape, config)
+    model = DFlashModel(
+        shape,
+        own_embeddings="embed_tokens.weight" in known,
+        own_head="lm_head.weight" in known,
+    )
+    for part in (model.embed_tokens, model.lm_head):  # they are kept as they are
+        if part is not None:
+            part.requires_grad_(False)
     if model.config.tied_tables:
         tie(model, verifier)
     generator = torch.Generator().manual_seed(config.seed)
@@ -70,7 +68,8 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
     some = torch.arange(min(1000, verifier.vocab_size), device=verifier.device)
     init_head(model, new, generator, verifier.embed(some).float().std().item())
     model.load_state_dict(
-        {names[name]: tensor.float() for name, tensor in known.items()}, strict=False
+        {names[n]: tensor if n == "d2t" else tensor.float() for n, tensor in known.items()},
+        strict=False,
     )
     return model
 
@@ -86,6 +85,18 @@ def with_options(shape: DFlashConfig, config: TrainConfig) -> DFlashConfig:
         raise InvalidInputError(
             f"drafter {config.init!r} has another head, {shape.head}; leave --head out, or start"
             f" without --init"
+        )
+    if config.draft_vocab is not None and config.init is None:
+        if config.draft_vocab >= shape.vocab_size:
+            raise InvalidInputError(
+                f"draft-vocab is {config.draft_vocab}; it must be below the target's"
+                f" {shape.vocab_size} tokens"
+            )
+        shape = replace(shape, draft_vocab_size=config.draft_vocab)
+    elif config.draft_vocab not in (None, shape.draft_vocab_size):
+        raise InvalidInputError(
+            f"drafter {config.init!r} drafts {shape.draft_vocab_size or 'all'} tokens, and"
+            f" draft-vocab is {config.draft_vocab}; leave it out, or start without --init"
         )
     if shape.head is None and head is not None:
         shape = replace(shape, head=head, tied_tables=config.tied_tables)

@@ -18,11 +18,13 @@ from drafters.training.data.source import Source
 from drafters.training.finish import LAYOUTS, Agreement, engine_run, export, write_report
 from drafters.training.loss.evaluate import replay, shapes_of
 from drafters.training.loss.memory import memory_of
+from drafters.training.loss.vocabulary import give_vocabulary, most_frequent
 from drafters.training.processes import process_group
 from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
 from drafters.training.target import Target
 from drafters.training.trainer import Trainer
+from drafters.vocabulary import target_ids
 from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.base.registry import VERIFIERS, resolve
@@ -158,6 +160,10 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
         mask_token_id=mask,
     )
     heldout = _heldout_set(config, verifier, answers_of(config, "heldout"), mask)
+    if config.init is None and (count := model.config.draft_vocab_size) is not None:
+        tokens, share = most_frequent(train, count, verifier.vocab_size)
+        give_vocabulary(model, verifier, tokens)
+        say(f"train: {count:,} tokens can be drafted, {share:.2%} of those of the answers")
     trainer = Trainer(config, model, target, train, heldout)
     if trainer.rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
@@ -200,11 +206,15 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         )
     if not state["complete"]:
         say(f"finish: training stopped at step {state['step']}, before its end")
+    if config.init is None and state.get("d2t") is not None:
+        give_vocabulary(model, verifier, target_ids(state["d2t"].cpu()))
     load_weights(model, state)
     model.to(device, target.dtype)
     folder = export(config, model, verifier)
     chain, *trees = shapes_of(
-        model.config.max_draft_tokens, target.verifier.vocab_size, trees=not target.tree_reasons
+        model.config.max_draft_tokens,
+        model.config.draft_vocab_size or verifier.vocab_size,
+        trees=not target.tree_reasons,
     )
     if target.tree_reasons:
         say(f"finish: drafts are checked in chains alone: {'; '.join(target.tree_reasons)}")

@@ -66,4 +66,5 @@ def load_weights(model: DFlashModel, state: dict[str, Any]) -> None:
     saved = state["optimizer"]
     weights = saved.get("means", saved["masters"])
     for name, parameter in model.named_parameters():
-        parameter.copy_(weights[name])
+        if parameter.requires_grad:
+            parameter.copy_(weights[name])

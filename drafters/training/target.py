@@ -76,12 +76,18 @@ class Target:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings [..., H] as the target scales them."""
-        embeddings: Tensor = self.verifier.embed(token_ids)
+        return self.scaled(self.verifier.embed(token_ids))
+
+    def scaled(self, embeddings: Tensor) -> Tensor:
+        """Embeddings [..., H] times what the target's are multiplied by."""
         scale = self.verifier.embedding_scale
         return embeddings if scale == 1 else embeddings * scale
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of final hidden states [..., H], with the target's final softcap."""
-        logits: Tensor = self.verifier.head(hidden)
+        return self.capped(self.verifier.head(hidden))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits with the target's final softcap, if it has one."""
         softcap = self.verifier.final_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

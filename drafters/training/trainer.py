@@ -35,6 +35,7 @@ from drafters.training.loss.mask import use_flex
 from drafters.training.loss.objective import Objective
 from drafters.training.loss.packing import Packing
 from drafters.training.loss.sharding import is_sharded, shard
+from drafters.training.loss.vocabulary import DraftLabels, embed_of, fingerprint, head_of
 from drafters.training.optimizer import MasterOptimizer, lr_factor
 from drafters.training.processes import termination
 from drafters.training.provenance import alike
@@ -115,9 +116,14 @@ class Trainer:
         factors = ("ce", "kl", "tv", "nla", "selector", "confidence", "base_until", "base_share")
         shared = (*factors, "dpace_alpha", "dpace_candidates", "first_error", "head_loss")
         losses = LossConfig(gamma=gamma, **{name: getattr(config, name) for name in shared})
-        head = None if model.config.head is None else model.config.head.head(model, target.embed)
+        self._embed = embed_of(model, target)
+        head = None if model.config.head is None else model.config.head.head(model, self._embed)
         self._head = head
-        self.objective = Objective(target.head, losses, head=head, teacher=target.head)
+        self._labels = DraftLabels(model.d2t, target.verifier.vocab_size)
+        to_logits, columns = head_of(model, target), self._labels.columns
+        self.objective = Objective(
+            to_logits, losses, head=head, teacher=target.head, columns=columns
+        )
         own = [
             parameter
             for name, parameter in model.named_parameters()
@@ -314,7 +320,7 @@ class Trainer:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, its weight and the matches of blocks; see `ChunkedLoss`."""
         hidden = block_hidden(
-            self.model, self.target.embed, batch, blocks.anchors, context, flex=self.flex
+            self.model, self._embed, batch, blocks.anchors, context, flex=self.flex
         )
         teacher = None
         if self.config.uses_teacher:
@@ -328,6 +334,7 @@ class Trainer:
         labels, valid_rows, previous = (
             part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous)
         )
+        labels, valid_rows = self._labels(labels, valid_rows)
         states = None
         if isinstance(self._head, Lattice):
             states = anchor_states(self.model, batch, features, blocks.anchors).flatten(0, 1)
@@ -409,6 +416,7 @@ class Trainer:
                 "complete": self.progress >= 1,
                 "tau": self.tau,
                 "identity": self._identity(),
+                "d2t": None if self.model.d2t is None else self.model.d2t.cpu(),
             }
             save_state(self._folder, state)
 
@@ -436,7 +444,8 @@ class Trainer:
         settings = {
             name: value for name, value in asdict(self.config).items() if name not in FREE_TO_CHANGE
         }
-        return settings | {"drafter": repr(self.model.config), "number of answers": len(self.train)}
+        answers = {"number of answers": len(self.train), "draft tokens": fingerprint(self.model)}
+        return settings | {"drafter": repr(self.model.config)} | answers
 
     def _from_first(self, value: float) -> float:
         """The first process's value, for all: clocks differ."""

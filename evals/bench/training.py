@@ -272,17 +272,18 @@ def flop_of(
     layers = sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, nn.Linear))
     context = model.context_projection()[0].numel()
     features = 0 if model.fc is None else model.fc.weight.numel()
-    head = own.hidden_size * own.vocab_size
+    head = own.hidden_size * (own.draft_vocab_size or own.vocab_size)
+    theirs = own.hidden_size * own.vocab_size if config.uses_teacher else 0
     heads = own.num_attention_heads * own.head_dim * own.num_hidden_layers
     ran = shape.num_hidden_layers if config.uses_teacher else max(own.target_layer_ids) + 1
     count = shape.num_attention_heads
-    theirs = count * (getattr(shape, "head_dim", None) or shape.hidden_size // count)
+    width = count * (getattr(shape, "head_dim", None) or shape.hidden_size // count)
     return {
         "target": tokens * 2 * weights,
         "context": tokens * (6 * context + 4 * features),  # features have no gradient
         "blocks": rows * 6 * layers,
-        "head": blocks * own.max_draft_tokens * head * (6 if config.uses_teacher else 4),
-        "attention": length * (tokens * 2 * theirs * ran + rows * 6 * heads),
+        "head": blocks * own.max_draft_tokens * (4 * head + 2 * theirs),
+        "attention": length * (tokens * 2 * width * ran + rows * 6 * heads),
     }
 
 

@@ -145,6 +145,11 @@ class AnswerSet:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def counts(self, vocab_size: int) -> Tensor:
+        """int64 [vocab_size], how often the answers have each token."""
+        weights = (self._ends > 0).double()  # exact, and without a wait for how many they are
+        return self._tokens.bincount(weights, minlength=vocab_size).long()
+
     def take(self, chosen: Sequence[int], indices: Tensor, longest: int) -> SequenceBatch:
         """The sequences `chosen`, which are `indices` int64 [S] on the device, none longer than
         `longest`.

@@ -23,7 +23,9 @@ from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import AnswerSet, in_batches
 from drafters.training.loss.blocks import Blocks, anchor_states, block_hidden, make_blocks
 from drafters.training.loss.mask import use_flex
+from drafters.training.loss.vocabulary import embed_of, head_of
 from drafters.training.target import Target
+from drafters.vocabulary import target_ids
 from specdec.base.blocks import BlockShape
 from specdec.model.batch import DecodeBatch
 from specdec.sampling.params import SamplingParams
@@ -151,7 +153,7 @@ def replay(
     """
     flex = use_flex(config.mask_path, target.device)
     anchors, num_rows = config.anchors, model.config.max_draft_tokens
-    drafts = _Drafts(model, target, config)
+    drafts, embed = _Drafts(model, target, config), embed_of(model, target)
     temperatures, emitted, steps = [], [], []
     reached, offered, held, asked = torch.zeros(4, num_rows).unbind()
     order = sorted(
@@ -178,7 +180,7 @@ def replay(
             positions = batch.prompt_lens[:, None] + offsets
             valid = positions < batch.lengths[:, None] - 1
             blocks = make_blocks(batch, positions.masked_fill(~valid, 0), valid, num_rows=num_rows)
-            hidden = block_hidden(model, target.embed, batch, blocks.anchors, context, flex=flex)
+            hidden = block_hidden(model, embed, batch, blocks.anchors, context, flex=flex)
             states = None
             if drafts.is_lattice:
                 states = anchor_states(model, batch, features, blocks.anchors)
@@ -210,19 +212,21 @@ class _Drafts:
     """Drafts of every shape, and how many of them hold the answer's tokens."""
 
     def __init__(self, model: DFlashModel, target: Target, config: TrainConfig) -> None:
-        vocab_size = target.verifier.vocab_size
+        vocab_size = model.config.draft_vocab_size or target.verifier.vocab_size
         self.shapes = shapes_of(
             model.config.max_draft_tokens, vocab_size, trees=not target.tree_reasons
         )
         self._to_logits, self._rows, self._width = (
-            target.head,
+            head_of(model, target),
             config.loss_rows,
             min(MAX_CANDIDATES, vocab_size),
         )
         coupling = model.config.coupling
         table = None if coupling is None else CouplingTable(coupling, target.device)
-        head = None if model.config.head is None else model.config.head.head(model, target.embed)
-        self._drafts = Drafts("coupled", table, head=head)
+        own = model.config.head
+        head = None if own is None else own.head(model, embed_of(model, target))
+        self._target_ids = None if model.d2t is None else target_ids(model.d2t)
+        self._drafts = Drafts("coupled", table, self._target_ids, head=head)
         self.is_lattice = isinstance(head, Lattice)
 
     def accepted(
@@ -292,8 +296,9 @@ class _Drafts:
             counts += [
                 walk_tree(output.token_ids, output.tree, behind, depth, size)[1] for size in sizes
             ]
+        positions = batch.positions(depth + 1)[:, 1:]
         token_ids, _ = candidates(
-            slots.logits, batch.sampling, batch.positions(depth + 1)[:, 1:], self._width
+            slots.logits, batch.sampling, positions, self._width, target_ids=self._target_ids
         )
         inside = (token_ids == labels[..., None]).any(dim=-1)
         return torch.stack([*counts, inside.cumprod(dim=1).sum(dim=1)], dim=1), inside

@@ -108,8 +108,8 @@ def block_loss(
         labels: int64 [n, K].
         valid: bool [n, K].
         config: what is minimized.
-        teacher: logits [n, K, V] of the target for the same positions; needed for `kl`, `tv` and
-            `nla`.
+        teacher: log-probabilities [n, K, V] of the target for the same positions, float32; needed
+            for `kl`, `tv` and `nla`. They sum to less than 1 where it has more tokens.
 
     Returns:
         Sum of the weighted losses, sum of the weights, and bool [n, K] whether the label is the
@@ -128,16 +128,13 @@ def block_loss(
     if config.kl or config.tv or config.nla:
         assert teacher is not None, "distillation needs the target's logits"
         draft_log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        teacher_log_probs = teacher.log_softmax(dim=-1, dtype=torch.float32)
-        teacher_probs = teacher_log_probs.exp()
+        teacher_probs = teacher.exp()
         if config.kl:
-            loss = loss + config.kl * (teacher_probs * (teacher_log_probs - draft_log_probs)).sum(
-                dim=-1
-            )
+            loss = loss + config.kl * (teacher_probs * (teacher - draft_log_probs)).sum(dim=-1)
         if config.tv:
-            loss = loss + config.tv * 0.5 * (teacher_probs - draft_log_probs.exp()).abs().sum(
-                dim=-1
-            )
+            apart = (teacher_probs - draft_log_probs.exp()).abs().sum(dim=-1)
+            elsewhere = 1 - teacher_probs.sum(dim=-1)  # on tokens that the drafter lacks
+            loss = loss + config.tv * 0.5 * (apart + elsewhere)
         if config.nla:
             accepted = torch.minimum(teacher_probs, draft_log_probs.exp()).sum(dim=-1)
             loss = loss - config.nla * accepted.clamp(min=1e-6).log()

@@ -77,7 +77,8 @@ def memory_of(
     muon = config.optimizer == "muon"
     copies = {n: 4 - (muon and len(s) == 2) + (config.ema > 0) for n, s in shapes.items()}
     apart = {n: size for n, size in sizes.items() if config.shard and world > 1 and is_sharded(n)}
-    whole = {n: size for n, size in sizes.items() if n not in apart}
+    frozen = sizes.keys() & {"lm_head.weight", "d2t"}  # of a reduced vocabulary
+    whole = {n: size for n, size in sizes.items() if n not in apart and n not in frozen}
     owners = owners_of(whole, world)
     kept = [sum(copies[n] * whole[n] for n in whole if owners[n] == r) for r in range(world)]
     parts = sum(copies[n] * size for n, size in apart.items()) // world
@@ -90,7 +91,9 @@ def memory_of(
     logits = most * (shape.draft_vocab_size or shape.vocab_size) * LOGIT_BYTES
     return Memory(
         target=target_bytes,
-        weights=2 * dtype.itemsize * sum(whole.values()) + layer * (3 * dtype.itemsize + 4),
+        weights=2 * dtype.itemsize * sum(whole.values())
+        + dtype.itemsize * sizes.get("lm_head.weight", 0)
+        + layer * (3 * dtype.itemsize + 4),
         optimizer=4 * (max(kept) + parts),
         activations=sequences * once,
         logits=logits,

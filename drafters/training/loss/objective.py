@@ -26,6 +26,8 @@ class Objective:
         head: the drafter's, trained with it; None without one.
         teacher: the output head of the target, with all the target does to its logits; for
             distillation.
+        columns: int64 [draft_vocab_size], the target's token of each that the drafter has; None
+            where they are the same.
 
     Attributes:
         base_share: float32 scalar, how much of the loss is that of the logits without the head;
@@ -40,7 +42,9 @@ class Objective:
         *,
         head: Head | Lattice | None = None,
         teacher: ToLogits | None = None,
+        columns: Tensor | None = None,
     ) -> None:
+        self._columns = columns
         self._to_logits, self._config, self._head, self._teacher = to_logits, config, head, teacher
         self.base_share: Tensor | None = None
 
@@ -79,7 +83,9 @@ class Objective:
         if teacher_hidden is not None:
             assert self._teacher is not None
             with torch.no_grad():
-                teacher = self._teacher(teacher_hidden)
+                teacher = self._teacher(teacher_hidden).log_softmax(dim=-1, dtype=torch.float32)
+                if self._columns is not None:
+                    teacher = teacher.index_select(-1, self._columns)
         base = self._to_logits(hidden)
         if head is None:
             return block_loss(base, labels, valid, config, teacher)
@@ -198,15 +204,9 @@ class Objective:
         said = self._head.confidences(hidden, previous)
         assert said is not None, "the head has no confidence"
         with torch.no_grad():
-            apart = (
-                (
-                    final.softmax(dim=-1, dtype=torch.float32)
-                    - teacher.softmax(dim=-1, dtype=torch.float32)
-                )
-                .abs()
-                .sum(dim=-1)
-            )
-        rows = F.binary_cross_entropy(said.clamp(1e-6, 1 - 1e-6), 1 - apart / 2, reduction="none")
+            own = final.softmax(dim=-1, dtype=torch.float32)
+            accepted = torch.minimum(own, teacher.exp()).sum(dim=-1).clamp(max=1)
+        rows = F.binary_cross_entropy(said.clamp(1e-6, 1 - 1e-6), accepted, reduction="none")
         return torch.where(valid, rows, 0.0).sum()
 
 
