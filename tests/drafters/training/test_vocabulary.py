@@ -11,11 +11,14 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
+from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import Answer, AnswerSet, read_answers
 from drafters.training.loss.losses import LossConfig
 from drafters.training.loss.objective import Objective
 from drafters.training.loss.vocabulary import DraftLabels, give_vocabulary, most_frequent
 from drafters.training.stages import run_stages
+from drafters.training.target import Target
+from drafters.training.trainer import Trainer
 from drafters.vocabulary import target_ids
 from specdec.base.errors import InvalidInputError, SpecDecError
 from tests.drafters.tiny import TINY, VOCAB, tiny_model
@@ -89,6 +92,38 @@ def test_the_head_is_rows_of_the_targets() -> None:
     verifier.head = lambda hidden: F.linear(hidden, torch.ones(VOCAB, 32), torch.ones(VOCAB))
     with pytest.raises(InvalidInputError, match="adds a bias"):
         give_vocabulary(model, verifier, tokens)
+
+
+def test_a_killed_run_goes_on_with_its_tokens(tmp_path: Path) -> None:
+    """To the same bits; other tokens are refused."""
+    answers = [Answer([1, 2], list(range(i, i + 12))) for i in range(8)]
+
+    def started(name: str, tokens: torch.Tensor) -> Trainer:
+        made = AnswerSet(
+            answers, device=torch.device("cpu"), max_length=64, bucket=8, mask_token_id=VOCAB - 1
+        )
+        config = TrainConfig(out=str(tmp_path / name), batch_size=4, anchors=3, lr=0.01, kl=0.5)
+        verifier: Any = TinyVerifier()
+        verifier.hidden_size = TINY.hidden_size
+        model = tiny_model(replace(TINY, draft_vocab_size=len(tokens)))
+        assert model.lm_head is not None
+        model.lm_head.requires_grad_(False)
+        give_vocabulary(model, verifier, tokens)
+        target = Target(verifier, TINY.target_layer_ids, distribution=True)
+        return Trainer(config, model, target, made, made)
+
+    kept = torch.arange(3, 17)
+    whole, killed = started("whole", kept), started("killed", kept)
+    whole.steps(4)
+    killed.steps(3)
+    (tmp_path / "killed" / "training").mkdir(parents=True)
+    killed._save()
+    killed = started("killed", kept)
+    killed.steps(1)
+    for name, master in whole.optimizer.masters.items():
+        assert torch.equal(killed.optimizer.masters[name], master), name
+    with pytest.raises(InvalidInputError, match="holds a run with draft tokens"):
+        started("killed", kept + 1)
 
 
 def drafts_of(folder: Path) -> dict[str, dict[str, float]]:

@@ -38,6 +38,18 @@ def test_weights() -> None:
     )
 
 
+def test_without_smoothing_the_gradient_is_that_of_the_accepted_length() -> None:
+    """The chain loss: of the sum of the products of the first probabilities, negated."""
+    logits = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    labels = logits.detach().topk(2, dim=-1).indices[..., 1]
+    valid = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
+    loss, _, _ = block_loss(logits, labels, valid, LossConfig(gamma=None, dpace_alpha=0.0))
+    probs = logits.softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+    accepted = (torch.where(valid, probs, 0.0).cumprod(-1)).sum()
+    ours, theirs = (torch.autograd.grad(x, logits)[0] for x in (loss, -accepted))
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -196,6 +196,34 @@ def test_a_run_goes_as_it_does_without(tmp_path: Path, changes: dict[str, Any]) 
             assert row[name] == pytest.approx(rows[0][name], rel=1e-4), name
 
 
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """In the middle of an epoch whose rows are packed anew."""
+
+    def started(name: str) -> Trainer:
+        config = TrainConfig(
+            out=str(tmp_path / name),
+            batch_size=4,
+            anchors=3,
+            max_length=48,
+            pack_length=64,
+            lr=0.01,
+        )
+        target = Target(TinyVerifier(), TINY.target_layer_ids)
+        lengths = [12, 30, 7, 22, 41, 18, 9, 33, 25, 14, 38, 20]
+        return Trainer(config, tiny_model(TINY), target, answers(lengths), answers([9]))
+
+    whole, killed = started("whole"), started("killed")
+    whole.steps(5)
+    killed.steps(4)
+    (tmp_path / "killed" / "training").mkdir(parents=True)
+    killed._save()
+    killed = started("killed")
+    assert killed.step == 4
+    killed.steps(1)
+    for name, master in whole.optimizer.masters.items():
+        assert torch.equal(killed.optimizer.masters[name], master), name
+
+
 def test_batches_of_any_length_have_every_answer_once() -> None:
     lengths = list(range(5, 65))
     made = answers(lengths)
