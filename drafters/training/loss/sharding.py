@@ -50,7 +50,7 @@ def shard(model: DFlashModel, dtype: torch.dtype) -> None:
     for group in groups:
         fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=rest)  # has the others wait
-    for method in ("context_state", "context_kv", "block_forward"):
+    for method in ("context_state", "block_forward"):  # in which what is divided is read
         register_fsdp_forward_method(model, method)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,5 +1,6 @@
 """The drafter's weights divided over two processes: the run is that of one, and can be killed."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -51,7 +52,8 @@ def kinds_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
 
 
 def in_a_rank(group: Any, folder: Path) -> dict[str, Any]:
-    """One of two processes."""
+    """One of two processes; a warning of FSDP's would reach every user."""
+    warnings.filterwarnings("error", message="FSDP2")
     whole = trainer_of(folder / "whole", shard=True)
     rows = [whole.steps(STEPS)]
     with whole.optimizer.averaged():
