@@ -85,12 +85,14 @@ def first_start(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 @pytest.fixture(autouse=True)
 def as_quiet_as_before() -> Iterator[None]:
     """What a command that a test runs sets to be logged ends with the test."""
-    before = {name: logging.getLogger(name).level for name in _ours()}
+    before = {logger: logger.level for logger in _ours()}
     yield
-    for name in _ours():
-        logging.getLogger(name).setLevel(before.get(name, logging.NOTSET))
-        logging.getLogger(name).filters.clear()
+    for logger in _ours():
+        if logger.level != before.get(logger, logging.NOTSET):  # setting one visits all loggers
+            logger.setLevel(before.get(logger, logging.NOTSET))
+        logger.filters.clear()
 
 
-def _ours() -> list[str]:
-    return [name for name in logging.root.manager.loggerDict if name.startswith("specdec")]
+def _ours() -> list[logging.Logger]:
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("specdec")]
+    return [logging.getLogger(name) for name in names]
