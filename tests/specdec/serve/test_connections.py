@@ -280,7 +280,12 @@ with closing(Fronts(1, sock, config)) as fronts:
 )
 def test_the_first_signal_drains_and_the_second_ends(signals: list[int], status: int) -> None:
     """Without a word, whatever is open."""
-    command = [sys.executable, "-c", SERVE]
+    # A shell that runs tests under nohup has all that they start ignore SIGHUP.
+    command = [
+        sys.executable,
+        "-c",
+        f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n{SERVE}",
+    ]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
