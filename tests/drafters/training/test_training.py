@@ -1,9 +1,6 @@
 """`specdec train` from end to end on a toy pair: what it ends with, and what it refuses."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +30,7 @@ from tests.drafters.training.toy import (
     write_target,
 )
 from tests.helpers.guards import no_host_sync
-from tests.helpers.waiting import HANG
+from tests.helpers.ranks import run_command
 
 pytestmark = pytest.mark.slow
 
@@ -220,16 +217,10 @@ def test_a_hybrid_target_is_checked_in_chains_alone(
 def in_two_processes(toy: Path, folder: Path, **changes: Any) -> Path:
     """A folder with the same answers, where two processes have trained."""
     processes = with_answers(toy, folder / "processes")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     # of which the answers are
     same = {"model": str(toy / "target"), "prompts": (str(toy / "prompts.txt"),)}
-    command += ["-m", "specdec", "train", "answers", "train"]
-    command += as_flags(toy_config(processes, **same, **changes))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        command, cwd=Path(__file__).parents[3], env=environment, capture_output=True, timeout=HANG
-    )
-    assert ran.returncode == 0, ran.stderr.decode()
+    flags = as_flags(toy_config(processes, **same, **changes))
+    run_command(2, ["train", "answers", "train", *flags])
     return processes
 
 
