@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.helpers.aiter_emulation import Machine, MisuseError, install
 from tests.helpers.aiter_emulation.signatures import SOURCES, VERSIONS
-from tests.helpers.aiter_emulation_case import assert_rounded_once
+from tests.helpers.aiter_emulation_case import Misuse, assert_rounded_once, check_misuse
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import HostSyncError, no_host_sync
 
@@ -262,13 +262,13 @@ def test_flash_attn_varlen_func(load: Load, causal: bool, extra: dict[str, Any])
 )
 def test_which_prompts_go_to_assembly(load: Load, extra: dict[str, Any]) -> None:
     """With a window that hides something, or a softcap, heads of 128 keep their sinks."""
-    aiter, _ = load()
+    aiter, machine = load()
     attempt = _varlen(128, sink_ptr=torch.zeros(HEADS), **extra)
     if extra == {"window_size": (5, 5)}:
         with pytest.raises(MisuseError, match="drops the sinks"):
-            attempt(aiter)
+            attempt(aiter, machine)
     else:
-        attempt(aiter)
+        attempt(aiter, machine)
 
 
 def test_varlen_writes_for_no_keys_what_it_is_told_to(load: Load) -> None:
@@ -405,13 +405,13 @@ def test_writers(load: Load, shuffled: bool) -> None:
 
 
 FNUZ = torch.float8_e4m3fnuz
-Attempt = Callable[[Any], Any]
+Attempt = Callable[[Any, Machine], Any]
 
 
 def _unified(
     rows: int = 3, cache: dict[str, Any] | None = None, dim: int = DIM, **changes: Any
 ) -> Attempt:
-    def attempt(aiter: Any) -> Any:
+    def attempt(aiter: Any, _: Machine) -> Any:
         paged = Paged(**(cache or {}))
         q = torch.randn(rows, HEADS, dim).to(
             paged.key.dtype if paged.key.itemsize > 1 else torch.bfloat16
@@ -425,13 +425,13 @@ def _unified(
 
 
 def _paged_v1(rows: int = 3, heads: int = HEADS, dim: int = DIM, **changes: Any) -> Attempt:
-    return lambda aiter: aiter.paged_attention_v1(
+    return lambda aiter, _: aiter.paged_attention_v1(
         **paged_v1(Paged(dim=dim), _q(rows, dim, heads), **changes)
     )
 
 
 def _common(dim: int = DIM, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Attempt:
-    return lambda aiter: aiter.paged_attention_common(
+    return lambda aiter, _: aiter.paged_attention_common(
         **common(Paged(dtype, dim=dim), _q(dim=dim), **changes)
     )
 
@@ -447,7 +447,7 @@ def _shuffled(dim: int) -> Attempt:
 
 
 def _kvcache(cache: dict[str, Any] | None = None, **changes: Any) -> Attempt:
-    def attempt(aiter: Any) -> Any:
+    def attempt(aiter: Any, _: Machine) -> Any:
         paged = Paged(**(cache or {}))
         q = torch.randn(3, 2, HEADS, paged.key.shape[3]).bfloat16()
         arguments = {
@@ -462,7 +462,7 @@ def _kvcache(cache: dict[str, Any] | None = None, **changes: Any) -> Attempt:
 
 
 def _write(rows: Tensor, slot: int = 20) -> Attempt:
-    def attempt(aiter: Any) -> Any:
+    def attempt(aiter: Any, _: Machine) -> Any:
         caches = [torch.zeros(13, SIZE, KV_HEADS, DIM, dtype=FNUZ) for _ in "kv"]
         aiter.reshape_and_cache_flash(
             rows, rows, *caches, torch.tensor([slot]), "fp8", torch.ones(1), torch.ones(1)
@@ -472,7 +472,7 @@ def _write(rows: Tensor, slot: int = 20) -> Attempt:
 
 
 def _varlen(dim: int = DIM, **changes: Any) -> Attempt:
-    def attempt(aiter: Any) -> Any:
+    def attempt(aiter: Any, _: Machine) -> Any:
         starts, keys = (
             torch.tensor([0, 3], dtype=torch.int32),
             torch.zeros(3, KV_HEADS, dim).bfloat16(),
@@ -497,213 +497,125 @@ def _poisoned(paged: Paged) -> Tensor:
     return paged.value
 
 
-ONE, GARBAGE = torch.ones(1), MisuseError
+ONE = torch.ones(1)
 SMALL = torch.zeros(9, dtype=torch.uint8)
 STRIDED = torch.ones(3, 8, dtype=torch.int32)[:, :4]
 WIDE = torch.ones(3, 19, dtype=torch.int32)
 FP8_SCALARS = {f"{side}_QScale_{kernel}": ONE for side in "KV" for kernel in ("hip", "asm")}
-MISUSES: dict[str, tuple[dict[str, Any], Attempt, type[Exception], str]] = {
-    "unified, not causal": ({}, _unified(causal=False), AssertionError, "causal"),
-    "unified, right window": ({}, _unified(window_size=(8, 8)), GARBAGE, "right window"),
-    "unified, bound too small": ({}, _unified(max_seqlen_k=39), GARBAGE, "max_seqlen_k"),
-    "unified, rows too few": ({}, _unified(rows=6, max_seqlen_q=1), GARBAGE, "rows"),
-    "unified, int64 table": ({}, _unified(block_table=lambda p: p.table.long()), GARBAGE, "int32"),
-    "unified, narrow table": (
-        {},
-        _unified(block_table=lambda p: p.table[:, :2]),
-        GARBAGE,
-        "columns",
+MISUSES: dict[str, Misuse] = {
+    "unified, not causal": Misuse(_unified(causal=False), "causal", AssertionError),
+    "unified, right window": Misuse(_unified(window_size=(8, 8)), "right window"),
+    "unified, bound too small": Misuse(_unified(max_seqlen_k=39), "max_seqlen_k"),
+    "unified, rows too few": Misuse(_unified(rows=6, max_seqlen_q=1), "rows"),
+    "unified, int64 table": Misuse(_unified(block_table=lambda p: p.table.long()), "int32"),
+    "unified, narrow table": Misuse(_unified(block_table=lambda p: p.table[:, :2]), "columns"),
+    "unified, NaN behind the end": Misuse(_unified(v=_poisoned), "not finite"),
+    "unified, blocks of 8": Misuse(
+        _unified(k=lambda p: p.key[:, :8], v=lambda p: p.value[:, :8]), "block size 8"
     ),
-    "unified, NaN behind the end": ({}, _unified(v=_poisoned), GARBAGE, "not finite"),
-    "unified, blocks of 8": (
-        {},
-        _unified(k=lambda p: p.key[:, :8], v=lambda p: p.value[:, :8]),
-        GARBAGE,
-        "block size 8",
+    "unified, fp8 without descales": Misuse(_unified(cache={"dtype": FNUZ}), "descales"),
+    "unified, the other fp8": Misuse(
+        _unified(cache={"dtype": FNUZ}), "gfx950", machine={"architecture": "gfx950"}
     ),
-    "unified, fp8 without descales": ({}, _unified(cache={"dtype": FNUZ}), GARBAGE, "descales"),
-    "unified, the other fp8": (
-        {"architecture": "gfx950"},
-        _unified(cache={"dtype": FNUZ}),
-        GARBAGE,
-        "gfx950",
-    ),
-    "unified, float32": ({}, _unified(cache={"dtype": torch.float32}), GARBAGE, "bf16 or fp16"),
-    "unified, shuffled in 0.1.15": (
-        {"version": "0.1.15"},
+    "unified, float32": Misuse(_unified(cache={"dtype": torch.float32}), "bf16 or fp16"),
+    "unified, shuffled in 0.1.15": Misuse(
         _unified(shuffled_kv_cache=True),
-        TypeError,
         "shuffled_kv_cache",
+        TypeError,
+        machine={"version": "0.1.15"},
     ),
-    "unified, shuffled head of 80": (
-        {},
-        _shuffled(80),
-        GARBAGE,
-        "head of 80 in the shuffled layout",
-    ),
-    "unified, float16 in 0.1.16": (
-        {"version": "0.1.16"},
+    "unified, shuffled head of 80": Misuse(_shuffled(80), "head of 80 in the shuffled layout"),
+    "unified, float16 in 0.1.16": Misuse(
         _unified(cache={"dtype": torch.float16}, max_seqlen_k=513),
-        AssertionError,
         "float16 caches",
+        AssertionError,
+        machine={"version": "0.1.16"},
     ),
-    "kvcache, fp8 keys": ({}, _kvcache({"dtype": FNUZ}), ValueError, "mixed precision"),
-    "kvcache, fewer keys than rows": (
-        {},
-        _kvcache(cache_seqlens=ONE_KEY, causal=True),
-        GARBAGE,
-        "2 queries on 1",
+    "kvcache, fp8 keys": Misuse(_kvcache({"dtype": FNUZ}), "mixed precision", ValueError),
+    "kvcache, fewer keys than rows": Misuse(
+        _kvcache(cache_seqlens=ONE_KEY, causal=True), "2 queries on 1"
     ),
-    "kvcache, a window behind fewer": (
-        {},
-        _kvcache(cache_seqlens=ONE_KEY, window_size=(8, 8)),
-        GARBAGE,
-        "2 queries on 1",
+    "kvcache, a window behind fewer": Misuse(
+        _kvcache(cache_seqlens=ONE_KEY, window_size=(8, 8)), "2 queries on 1"
     ),
-    "kvcache, softcap": ({}, _kvcache(softcap=1.0), NotImplementedError, "softcap"),
-    "kvcache, ragged rows": (
-        {},
-        _kvcache(cu_seqlens_q=_starts(0, 1)),
-        NotImplementedError,
-        "cu_seqlens_q",
+    "kvcache, softcap": Misuse(_kvcache(softcap=1.0), "softcap", NotImplementedError),
+    "kvcache, ragged rows": Misuse(
+        _kvcache(cu_seqlens_q=_starts(0, 1)), "cu_seqlens_q", NotImplementedError
     ),
-    "kvcache, head of 8": ({}, _kvcache({"dim": 8}), GARBAGE, "head of 8"),
-    "kvcache, out=": ({}, _kvcache(out=ONE), TypeError, "out"),
-    "kvcache, compiles in a capture": (
-        {"capturing": True},
-        _kvcache(),
-        GARBAGE,
-        "compiles during capture",
+    "kvcache, head of 8": Misuse(_kvcache({"dim": 8}), "head of 8"),
+    "kvcache, out=": Misuse(_kvcache(out=ONE), "out", TypeError),
+    "kvcache, compiles in a capture": Misuse(
+        _kvcache(), "compiles during capture", machine={"capturing": True}
     ),
-    "kvcache, 0.1.15 in a capture": (
-        {"version": "0.1.15", "capturing": True},
-        _kvcache(),
-        GARBAGE,
-        "waits for the device",
+    "kvcache, 0.1.15 in a capture": Misuse(
+        _kvcache(), "waits for the device", machine={"version": "0.1.15", "capturing": True}
     ),
-    "paged, two rows": ({}, _paged_v1(rows=6), GARBAGE, "only the first"),
-    "paged, rows skipped": (
-        {},
-        _paged_v1(rows=4, cu_query_lens=_starts(0, 1, 2, 4)),
-        GARBAGE,
-        "skips",
+    "paged, two rows": Misuse(_paged_v1(rows=6), "only the first"),
+    "paged, rows skipped": Misuse(_paged_v1(rows=4, cu_query_lens=_starts(0, 1, 2, 4)), "skips"),
+    "paged, starts one short": Misuse(_paged_v1(cu_query_lens=_starts(0, 1, 2)), "past the end"),
+    "paged, small workspace": Misuse(_paged_v1(workspace_buffer=SMALL), "workspace", ValueError),
+    "paged, small workspace in 0.1.15": Misuse(
+        _paged_v1(workspace_buffer=SMALL), "workspace", machine={"version": "0.1.15"}
     ),
-    "paged, starts one short": (
-        {},
-        _paged_v1(cu_query_lens=_starts(0, 1, 2)),
-        GARBAGE,
-        "past the end",
+    "paged, narrow table": Misuse(
+        _paged_v1(max_context_len=65), "table narrower than 65", ValueError
     ),
-    "paged, small workspace": ({}, _paged_v1(workspace_buffer=SMALL), ValueError, "workspace"),
-    "paged, small workspace in 0.1.15": (
-        {"version": "0.1.15"},
-        _paged_v1(workspace_buffer=SMALL),
-        GARBAGE,
-        "workspace",
+    "paged, narrow table in 0.1.15": Misuse(
+        _paged_v1(max_context_len=65), "table narrower than 65", machine={"version": "0.1.15"}
     ),
-    "paged, narrow table": (
-        {},
-        _paged_v1(max_context_len=65),
-        ValueError,
-        "table narrower than 65",
+    "paged, strided table": Misuse(_paged_v1(block_tables=STRIDED), "row stride"),
+    "paged, head of 16": Misuse(_paged_v1(dim=16), "head size 16"),
+    "paged, group of 20": Misuse(_paged_v1(heads=40), "40 heads"),
+    "paged, RDNA": Misuse(_paged_v1(), "gfx1100", machine={"architecture": "gfx1100"}),
+    "common, own scale on assembly": Misuse(
+        _common(128, scale=0.1), "ignores the scale", machine={"num_compute_units": 4}
     ),
-    "paged, narrow table in 0.1.15": (
-        {"version": "0.1.15"},
-        _paged_v1(max_context_len=65),
-        GARBAGE,
-        "table narrower than 65",
-    ),
-    "paged, strided table": ({}, _paged_v1(block_tables=STRIDED), GARBAGE, "row stride"),
-    "paged, head of 16": ({}, _paged_v1(dim=16), GARBAGE, "head size 16"),
-    "paged, group of 20": ({}, _paged_v1(heads=40), GARBAGE, "40 heads"),
-    "paged, RDNA": ({"architecture": "gfx1100"}, _paged_v1(), GARBAGE, "gfx1100"),
-    "common, own scale on assembly": (
-        {"num_compute_units": 4},
-        _common(128, scale=0.1),
-        GARBAGE,
-        "ignores the scale",
-    ),
-    "common, scalars on assembly": (
-        {"num_compute_units": 4},
+    "common, scalars on assembly": Misuse(
         _common(128, FNUZ, kv_cache_dtype="fp8", **FP8_SCALARS),
-        GARBAGE,
         "scale per slot",
+        machine={"num_compute_units": 4},
     ),
-    "common, plain layout": (
-        {},
-        _common(K=torch.zeros(13, SIZE, KV_HEADS, DIM).bfloat16()),
-        GARBAGE,
-        "shuffled layout",
+    "common, plain layout": Misuse(
+        _common(K=torch.zeros(13, SIZE, KV_HEADS, DIM).bfloat16()), "shuffled layout"
     ),
-    "common, small scratch": (
-        {},
-        _common(max_seq_len=300, block_tables=WIDE),
-        ValueError,
-        "scratch",
+    "common, small scratch": Misuse(
+        _common(max_seq_len=300, block_tables=WIDE), "scratch", ValueError
     ),
-    "common, small scratch in 0.1.15": (
-        {"version": "0.1.15"},
-        _common(max_seq_len=300, block_tables=WIDE),
-        GARBAGE,
-        "scratch",
+    "common, small scratch in 0.1.15": Misuse(
+        _common(max_seq_len=300, block_tables=WIDE), "scratch", machine={"version": "0.1.15"}
     ),
-    "common, narrow table": ({}, _common(max_seq_len=65), ValueError, "table narrower than 65"),
-    "common, narrow table in 0.1.15": (
-        {"version": "0.1.15"},
-        _common(max_seq_len=65),
-        GARBAGE,
-        "table narrower than 65",
+    "common, narrow table": Misuse(_common(max_seq_len=65), "table narrower than 65", ValueError),
+    "common, narrow table in 0.1.15": Misuse(
+        _common(max_seq_len=65), "table narrower than 65", machine={"version": "0.1.15"}
     ),
-    "common, strided table": ({}, _common(block_tables=STRIDED), GARBAGE, "row stride"),
-    "writer, overflow": (
-        {},
-        _write(torch.full((1, KV_HEADS, DIM), 300.0).bfloat16()),
-        GARBAGE,
-        "overflows",
+    "common, strided table": Misuse(_common(block_tables=STRIDED), "row stride"),
+    "writer, overflow": Misuse(
+        _write(torch.full((1, KV_HEADS, DIM), 300.0).bfloat16()), "overflows"
     ),
-    "writer, strided rows": (
-        {},
-        _write(torch.zeros(1, DIM, KV_HEADS).bfloat16().transpose(1, 2)),
-        GARBAGE,
-        "contiguous",
+    "writer, strided rows": Misuse(
+        _write(torch.zeros(1, DIM, KV_HEADS).bfloat16().transpose(1, 2)), "contiguous"
     ),
-    "writer, slot past the end": (
-        {},
-        _write(torch.zeros(1, KV_HEADS, DIM).bfloat16(), 13 * SIZE),
-        GARBAGE,
-        "past the cache",
+    "writer, slot past the end": Misuse(
+        _write(torch.zeros(1, KV_HEADS, DIM).bfloat16(), 13 * SIZE), "past the cache"
     ),
-    "varlen, sinks with lse": (
-        {},
-        _varlen(sink_ptr=torch.zeros(HEADS), return_lse=True),
-        GARBAGE,
-        "sinks together",
+    "varlen, sinks with lse": Misuse(
+        _varlen(sink_ptr=torch.zeros(HEADS), return_lse=True), "sinks together"
     ),
-    "varlen, sinks on assembly": (
-        {},
-        _varlen(128, sink_ptr=torch.zeros(HEADS)),
-        GARBAGE,
-        "drops the sinks",
+    "varlen, sinks on assembly": Misuse(
+        _varlen(128, sink_ptr=torch.zeros(HEADS)), "drops the sinks"
     ),
-    "varlen, sinks on assembly, unlike heads": (
-        {},
-        _varlen(192, sink_ptr=torch.zeros(HEADS)),
-        GARBAGE,
-        "drops the sinks",
+    "varlen, sinks on assembly, unlike heads": Misuse(
+        _varlen(192, sink_ptr=torch.zeros(HEADS)), "drops the sinks"
     ),
-    "varlen, bound too small": ({}, _varlen(max_seqlen_k=2), GARBAGE, "max_seqlen_k"),
-    "varlen, RDNA": ({"architecture": "gfx1100"}, _varlen(), GARBAGE, "gfx1100"),
+    "varlen, bound too small": Misuse(_varlen(max_seqlen_k=2), "max_seqlen_k"),
+    "varlen, RDNA": Misuse(_varlen(), "gfx1100", machine={"architecture": "gfx1100"}),
 }
-"""The machine, the call, and what it raises."""
 
 
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_raises(load: Load, name: str) -> None:
     """Every limit the backends have to respect."""
-    options, attempt, error, message = MISUSES[name]
-    aiter, _ = load(**options)
-    with pytest.raises(error, match=message):
-        attempt(aiter)
+    check_misuse(load, MISUSES[name])
 
 
 def test_only_the_old_kvcache_kernel_waits(load: Load) -> None:

@@ -2,35 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.aiter_emulation import Machine, MisuseError
-from tests.helpers.aiter_emulation_case import (
-    FN,
-    FNUZ,
-    Attempt,
-    Load,
-    Misuse,
-    check_misuse,
-    loader,
-    starts,
-)
+from tests.helpers.aiter_emulation import Machine
+from tests.helpers.aiter_emulation_case import FN, FNUZ, Attempt, Load, Misuse, check_misuse, starts
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 
 DIM = 32
 ARCHITECTURES = [("gfx942", FNUZ), ("gfx950", FN)]
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
-    """See `loader`."""
-    return loader(monkeypatch, tmp_path)
 
 
 class Indexed:
@@ -371,51 +355,28 @@ def _top(strides: tuple[int, int] = (40, 1), length: int = 30, k: int = 8) -> At
 
 
 MISUSES: dict[str, Misuse] = {
-    "written tiles in blocks of 8": ({}, _write(8), MisuseError, "not whole tiles"),
-    "gathered tiles in blocks of 24": ({}, _gather(24), MisuseError, "not whole tiles"),
-    "gathered scales without a second dimension": (
-        {},
-        _gather(dst_scale=torch.zeros(57)),
-        MisuseError,
-        "scales",
+    "written tiles in blocks of 8": Misuse(_write(8), "not whole tiles"),
+    "gathered tiles in blocks of 24": Misuse(_gather(24), "not whole tiles"),
+    "gathered scales without a second dimension": Misuse(
+        _gather(dst_scale=torch.zeros(57)), "scales"
     ),
-    "blocks of rows": (
-        {},
-        _score(preshuffle=False),
-        MisuseError,
-        "per token unless Preshuffle; blocks of 16",
-    ),
-    "scored tiles in blocks of 8": ({}, _score(8), MisuseError, "not whole tiles"),
-    "blocks larger than half a chunk": ({}, _score(256), MisuseError, "not emulated"),
-    "8 heads": (
-        {},
+    "blocks of rows": Misuse(_score(preshuffle=False), "per token unless Preshuffle; blocks of 16"),
+    "scored tiles in blocks of 8": Misuse(_score(8), "not whole tiles"),
+    "blocks larger than half a chunk": Misuse(_score(256), "not emulated"),
+    "8 heads": Misuse(
         _score(q_fp8=lambda d: d.query[:, :, :8], weights=lambda d: d.weights[:, :8]),
-        MisuseError,
         "at least 16 heads",
     ),
-    "16 heads of real size": (
-        {"any_shape": False},
-        _score_real_size,
-        MisuseError,
-        "16 heads leave threads",
+    "16 heads of real size": Misuse(
+        _score_real_size, "16 heads leave threads", machine={"any_shape": False}
     ),
-    "paged, real sizes": ({"any_shape": False}, _score(), MisuseError, "sizes"),
-    "strided weights": (
-        {},
-        _score(weights=lambda d: d.weights.T.contiguous().T),
-        MisuseError,
-        "strided",
-    ),
-    "context beyond the bound": ({}, _score(width=32), MisuseError, "beyond max_model_len"),
-    "last block beyond the row": (
-        {},
-        _score(width=40),
-        MisuseError,
-        "writes 48 columns of a row of 40",
-    ),
-    "top-k of unwritten columns": ({}, _top(length=31), MisuseError, "nobody wrote"),
-    "top-k with the width as stride": ({}, _top(strides=(30, 1)), MisuseError, "strides"),
-    "top-k of another width": ({}, _top(k=4), MisuseError, "indices"),
+    "paged, real sizes": Misuse(_score(), "sizes", machine={"any_shape": False}),
+    "strided weights": Misuse(_score(weights=lambda d: d.weights.T.contiguous().T), "strided"),
+    "context beyond the bound": Misuse(_score(width=32), "beyond max_model_len"),
+    "last block beyond the row": Misuse(_score(width=40), "writes 48 columns of a row of 40"),
+    "top-k of unwritten columns": Misuse(_top(length=31), "nobody wrote"),
+    "top-k with the width as stride": Misuse(_top(strides=(30, 1)), "strides"),
+    "top-k of another width": Misuse(_top(k=4), "indices"),
 }
 
 

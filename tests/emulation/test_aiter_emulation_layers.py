@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.helpers.aiter_emulation import MisuseError
 from tests.helpers.aiter_emulation.signatures import SOURCES, VERSIONS
 from tests.helpers.aiter_emulation_case import (
     Attempt,
@@ -199,45 +198,41 @@ def gates(out: Tensor, joined: Tensor) -> Attempt:
 
 
 MISUSES: list[Misuse] = [
-    ({}, norms(weight=normal(64).float()), MisuseError, "takes bf16 or fp16"),
-    ({}, norms(weight=normal(32)), MisuseError, "weight .* for rows of 64"),
-    ({}, norms(input=normal(ROWS, 128)[:, :64]), MisuseError, "dense rows"),
-    ({}, norms(input=normal(3, ROWS, 64)), MisuseError, "dense rows"),
-    ({}, norms(residual_out=normal(ROWS + 1, 64)), MisuseError, "shapes"),
-    (
-        {},
+    Misuse(norms(weight=normal(64).float()), "takes bf16 or fp16"),
+    Misuse(norms(weight=normal(32)), "weight .* for rows of 64"),
+    Misuse(norms(input=normal(ROWS, 128)[:, :64]), "dense rows"),
+    Misuse(norms(input=normal(3, ROWS, 64)), "dense rows"),
+    Misuse(norms(residual_out=normal(ROWS + 1, 64)), "shapes"),
+    Misuse(
         norms(**{n: normal(2, 8200) for n in ("out", "input", "residual_in", "residual_out")}),
-        MisuseError,
         "rows of 8200",
     ),
-    (
-        {},
+    Misuse(
         norms(**{n: normal(2, 60) for n in ("out", "input", "residual_in", "residual_out")}),
-        MisuseError,
         "no multiple of 8",
     ),
-    ({}, norms(gemma_norm=True), MisuseError, "not emulated"),
-    ({"version": "0.1.16"}, norms(gemma_norm=True), TypeError, "gemma_norm"),
-    ({"architecture": "gfx1201"}, norms(), MisuseError, "not built for gfx1201"),
-    ({}, gates(normal(ROWS, 48), normal(ROWS, 48)), MisuseError, "silu_and_mul"),
-    ({}, gates(normal(ROWS, 20), normal(ROWS, 40)), MisuseError, "no multiple of 8"),
-    ({}, gates(normal(ROWS, 48), normal(ROWS, 192)[:, :96]), MisuseError, "dense rows"),
-    ({}, ropes(dtype=torch.float16), MisuseError, "float16"),
-    ({}, ropes(dim=48), AssertionError, "power of 2"),
-    ({}, ropes("shuffle", flash_layout=True), ValueError, "unpack"),
-    ({}, ropes(flash_layout=False), ValueError, "unpack"),
-    ({}, ropes(pos=torch.arange(ROWS) + 1), MisuseError, "outside the table"),
-    ({}, ropes(pos=torch.arange(ROWS).int()), MisuseError, "positions torch.int32"),
-    ({}, ropes(slot_mapping=torch.arange(ROWS).int()), MisuseError, "not int64"),
-    ({}, ropes(slot_mapping=torch.arange(ROWS) + BLOCKS * SIZE), MisuseError, "past the cache"),
-    ({}, ropes(slot_mapping=torch.arange(ROWS - 1)), MisuseError, "slots for 5 rows"),
-    ({}, ropes(sin=normal(ROWS, DIM)[:, : DIM // 2]), MisuseError, "strides of cosines"),
-    ({}, ropes(is_neox=False), MisuseError, "other options"),
-    ({"version": "0.1.15"}, ropes(upcast_operand=True), TypeError, "upcast_operand"),
+    Misuse(norms(gemma_norm=True), "not emulated"),
+    Misuse(norms(gemma_norm=True), "gemma_norm", TypeError, machine={"version": "0.1.16"}),
+    Misuse(norms(), "not built for gfx1201", machine={"architecture": "gfx1201"}),
+    Misuse(gates(normal(ROWS, 48), normal(ROWS, 48)), "silu_and_mul"),
+    Misuse(gates(normal(ROWS, 20), normal(ROWS, 40)), "no multiple of 8"),
+    Misuse(gates(normal(ROWS, 48), normal(ROWS, 192)[:, :96]), "dense rows"),
+    Misuse(ropes(dtype=torch.float16), "float16"),
+    Misuse(ropes(dim=48), "power of 2", AssertionError),
+    Misuse(ropes("shuffle", flash_layout=True), "unpack", ValueError),
+    Misuse(ropes(flash_layout=False), "unpack", ValueError),
+    Misuse(ropes(pos=torch.arange(ROWS) + 1), "outside the table"),
+    Misuse(ropes(pos=torch.arange(ROWS).int()), "positions torch.int32"),
+    Misuse(ropes(slot_mapping=torch.arange(ROWS).int()), "not int64"),
+    Misuse(ropes(slot_mapping=torch.arange(ROWS) + BLOCKS * SIZE), "past the cache"),
+    Misuse(ropes(slot_mapping=torch.arange(ROWS - 1)), "slots for 5 rows"),
+    Misuse(ropes(sin=normal(ROWS, DIM)[:, : DIM // 2]), "strides of cosines"),
+    Misuse(ropes(is_neox=False), "other options"),
+    Misuse(ropes(upcast_operand=True), "upcast_operand", TypeError, machine={"version": "0.1.15"}),
 ]
 
 
-@pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: misuse[3])
+@pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: misuse.message)
 def test_misuse(load: Load, misuse: Misuse) -> None:
     """What the kernels do not have raises."""
     check_misuse(load, misuse)

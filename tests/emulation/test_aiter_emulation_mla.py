@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels import aiter as families
-from tests.helpers.aiter_emulation import Machine, MisuseError
+from tests.helpers.aiter_emulation import Machine
 from tests.helpers.aiter_emulation.mla_objects import code_object, is_native
 from tests.helpers.aiter_emulation.signatures import VERSIONS
 from tests.helpers.aiter_emulation_case import (
@@ -23,19 +22,12 @@ from tests.helpers.aiter_emulation_case import (
     assert_rounded_once,
     attention,
     check_misuse,
-    loader,
     starts,
 )
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 
 RANK, ROPE = 32, 16
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
-    """See `loader`."""
-    return loader(monkeypatch, tmp_path)
 
 
 class Latents:
@@ -398,197 +390,97 @@ def _write_latents(value: float = 0.0, **changes: Any) -> Attempt:
 
 BF16 = torch.bfloat16
 MISUSES: dict[str, Misuse] = {
-    "24 heads": ({}, _decode({"heads": 24}), MisuseError, "multiple of 16"),
-    "8 heads": ({}, _decode({"heads": 8}), MisuseError, "multiple of 16"),
-    "not causal on gfx942": (
-        {},
-        _decode({"query_len": 2, "causal": False}),
-        MisuseError,
-        "no code object",
+    "24 heads": Misuse(_decode({"heads": 24}), "multiple of 16"),
+    "8 heads": Misuse(_decode({"heads": 8}), "multiple of 16"),
+    "not causal on gfx942": Misuse(_decode({"query_len": 2, "causal": False}), "no code object"),
+    "not causal in 0.1.16": Misuse(
+        _decode({"causal": False}), "causal", TypeError, machine={"version": "0.1.16"}
     ),
-    "not causal in 0.1.16": (
-        {"version": "0.1.16"},
-        _decode({"causal": False}),
-        TypeError,
-        "causal",
+    "not causal, 8-bit, 2 queries": Misuse(
+        _decode({**FP8_950, "query_len": 2, "causal": False}), "no code object", machine=GFX950
     ),
-    "not causal, 8-bit, 2 queries": (
-        GFX950,
-        _decode({**FP8_950, "query_len": 2, "causal": False}),
-        MisuseError,
-        "no code object",
+    "5 queries on gfx942": Misuse(_decode({"query_len": 5}), "no code object"),
+    "LSE on gfx942": Misuse(_decode(return_lse=True), "no code object"),
+    "9 queries without a plan": Misuse(
+        _no_plan({"query_len": 7 + 2}), "9 queries on 7|no code object"
     ),
-    "5 queries on gfx942": ({}, _decode({"query_len": 5}), MisuseError, "no code object"),
-    "LSE on gfx942": ({}, _decode(return_lse=True), MisuseError, "no code object"),
-    "9 queries without a plan": (
-        {},
-        _no_plan({"query_len": 7 + 2}),
-        MisuseError,
-        "9 queries on 7|no code object",
+    "48 heads without a plan": Misuse(_no_plan({"heads": 48}), "no code object"),
+    "RDNA": Misuse(_decode(), "gfx1100", machine={"architecture": "gfx1100"}),
+    "real sizes": Misuse(_decode(), "sizes", machine={"any_shape": False}),
+    "fp16": Misuse(_decode({"query": torch.float16, "cache": torch.float16}), "no kernel"),
+    "float32": Misuse(_decode({"query": torch.float32, "cache": torch.float32}), "no kernel"),
+    "the other fp8": Misuse(_decode(FP8_950), "no kernel"),
+    "8-bit without scales": Misuse(_decode(FP8_942, q_scale=None), "q_scale"),
+    "8-bit cache without scale": Misuse(_decode({"cache": FNUZ}, kv_scale=None), "kv_scale"),
+    "implicit scale": Misuse(_decode(sm_scale=None), "sm_scale"),
+    "logit cap": Misuse(_decode(logit_cap=1.0), "logit_cap", AssertionError),
+    "pages of 64": Misuse(_decode(page_size=64), "pages of 64"),
+    "last pages": Misuse(
+        _decode(kv_last_page_lens=torch.zeros(3, dtype=torch.int32)), "kv_last_page_lens"
     ),
-    "48 heads without a plan": ({}, _no_plan({"heads": 48}), MisuseError, "no code object"),
-    "RDNA": ({"architecture": "gfx1100"}, _decode(), MisuseError, "gfx1100"),
-    "real sizes": ({"any_shape": False}, _decode(), MisuseError, "sizes"),
-    "fp16": (
-        {},
-        _decode({"query": torch.float16, "cache": torch.float16}),
-        MisuseError,
-        "no kernel",
+    "tail falls to 0": Misuse(
+        _decode(kv_indptr=torch.tensor([0, 40, 47, 0]).int()), "repeat the last value"
     ),
-    "float32": (
-        {},
-        _decode({"query": torch.float32, "cache": torch.float32}),
-        MisuseError,
-        "no kernel",
+    "int64 indices": Misuse(_decode(kv_indices=lambda b: b.indices.long()), "int32"),
+    "index past the cache": Misuse(
+        _decode(kv_indices=lambda b: b.indices + 100), "outside the cache"
     ),
-    "the other fp8": ({}, _decode(FP8_950), MisuseError, "no kernel"),
-    "8-bit without scales": ({}, _decode(FP8_942, q_scale=None), MisuseError, "q_scale"),
-    "8-bit cache without scale": (
-        {},
-        _decode({"cache": FNUZ}, kv_scale=None),
-        MisuseError,
-        "kv_scale",
+    "negative index": Misuse(_decode(kv_indices=lambda b: b.indices - 100), "outside the cache"),
+    "too few indices": Misuse(_decode(kv_indices=lambda b: b.indices[:90]), "of 90 indices"),
+    "strided query": Misuse(
+        _decode(q=lambda b: b.q.transpose(0, 1).contiguous().transpose(0, 1)), "dense"
     ),
-    "implicit scale": ({}, _decode(sm_scale=None), MisuseError, "sm_scale"),
-    "logit cap": ({}, _decode(logit_cap=1.0), AssertionError, "logit_cap"),
-    "pages of 64": ({}, _decode(page_size=64), MisuseError, "pages of 64"),
-    "last pages": (
-        {},
-        _decode(kv_last_page_lens=torch.zeros(3, dtype=torch.int32)),
-        MisuseError,
-        "kv_last_page_lens",
+    "fp16 output": Misuse(_decode(o=lambda b: b.o.half()), "output"),
+    "more queries than keys": Misuse(_no_plan({"query_len": 8}), "8 queries on 7"),
+    "query bound too small": Misuse(
+        _decode({"query_len": 2}, max_seqlen_q=1), "max_seqlen_q 1 below 2"
     ),
-    "tail falls to 0": (
-        {},
-        _decode(kv_indptr=torch.tensor([0, 40, 47, 0]).int()),
-        MisuseError,
-        "repeat the last value",
+    "stale plan": Misuse(_stale([41, 7, 90]), "other lengths"),
+    "plan that skips a key": Misuse(_skips_a_key, "other lengths", machine=GFX950),
+    "stale plan, permuted": Misuse(_stale([7, 40, 90]), "other lengths"),
+    "plan of another batch size": Misuse(_stale([40, 7]), "other (lengths|queries)"),
+    "plan for other heads": Misuse(_other_heads, "planned for heads 32"),
+    "plan for another type": Misuse(
+        _decode(FP8_942, {"dtype_q": BF16, "dtype_kv": BF16}), "planned for kind bf16"
     ),
-    "int64 indices": ({}, _decode(kv_indices=lambda b: b.indices.long()), MisuseError, "int32"),
-    "index past the cache": (
-        {},
-        _decode(kv_indices=lambda b: b.indices + 100),
-        MisuseError,
-        "outside the cache",
-    ),
-    "negative index": (
-        {},
-        _decode(kv_indices=lambda b: b.indices - 100),
-        MisuseError,
-        "outside the cache",
-    ),
-    "too few indices": (
-        {},
-        _decode(kv_indices=lambda b: b.indices[:90]),
-        MisuseError,
-        "of 90 indices",
-    ),
-    "strided query": (
-        {},
-        _decode(q=lambda b: b.q.transpose(0, 1).contiguous().transpose(0, 1)),
-        MisuseError,
-        "dense",
-    ),
-    "fp16 output": ({}, _decode(o=lambda b: b.o.half()), MisuseError, "output"),
-    "more queries than keys": ({}, _no_plan({"query_len": 8}), MisuseError, "8 queries on 7"),
-    "query bound too small": (
-        {},
-        _decode({"query_len": 2}, max_seqlen_q=1),
-        MisuseError,
-        "max_seqlen_q 1 below 2",
-    ),
-    "stale plan": ({}, _stale([41, 7, 90]), MisuseError, "other lengths"),
-    "plan that skips a key": (GFX950, _skips_a_key, MisuseError, "other lengths"),
-    "stale plan, permuted": ({}, _stale([7, 40, 90]), MisuseError, "other lengths"),
-    "plan of another batch size": ({}, _stale([40, 7]), MisuseError, "other (lengths|queries)"),
-    "plan for other heads": ({}, _other_heads, MisuseError, "planned for heads 32"),
-    "plan for another type": (
-        {},
-        _decode(FP8_942, {"dtype_q": BF16, "dtype_kv": BF16}),
-        MisuseError,
-        "planned for kind bf16",
-    ),
-    "plan without the cache's type": (
-        {"version": "0.1.15"},
+    "plan without the cache's type": Misuse(
         _decode(FP8_942, {"dtype_q": None, "dtype_kv": None}),
-        MisuseError,
         "planned for kind bf16",
+        machine={"version": "0.1.15"},
     ),
-    "causal plan": (
-        GFX950,
+    "causal plan": Misuse(
         _decode({"query_len": 2, "causal": False}, {"is_causal": True}),
-        MisuseError,
         "planned for causal",
+        machine=GFX950,
     ),
-    "plan for fewer queries": (
-        {},
-        _decode({"query_len": 2}, {"max_seqlen_qo": 1}),
-        MisuseError,
-        "max_seqlen_qo 1 below 2",
+    "plan for fewer queries": Misuse(
+        _decode({"query_len": 2}, {"max_seqlen_qo": 1}), "max_seqlen_qo 1 below 2"
     ),
-    "plan for uniform queries": (
-        {},
-        _decode(planned={"uni_seqlen_qo": 2}),
-        MisuseError,
-        "uni_seqlen_qo",
+    "plan for uniform queries": Misuse(_decode(planned={"uni_seqlen_qo": 2}), "uni_seqlen_qo"),
+    "plan with int64 starts": Misuse(
+        _decode(planned={"seqlens_kv_indptr": torch.zeros(4).long()}), "int32"
     ),
-    "plan with int64 starts": (
-        {},
-        _decode(planned={"seqlens_kv_indptr": torch.zeros(4).long()}),
-        MisuseError,
-        "int32",
+    "plan with granularity 8": Misuse(_decode(planned={"kv_granularity": 8}), "granularity 8"),
+    "plan with granularity 24": Misuse(_decode(planned={"kv_granularity": 24}), "granularity"),
+    "plan into small buffers": Misuse(
+        _decode(planned={"work_info_set": torch.zeros(2, 8).int()}), "elements"
     ),
-    "plan with granularity 8": (
-        {},
-        _decode(planned={"kv_granularity": 8}),
-        MisuseError,
-        "granularity 8",
+    "copied plan": Misuse(_copied_plan, "another plan"),
+    "compiles in a capture": Misuse(
+        _no_plan({}), "compiles during capture", machine={"capturing": True}
     ),
-    "plan with granularity 24": (
-        {},
-        _decode(planned={"kv_granularity": 24}),
-        MisuseError,
-        "granularity",
+    "reduction of 20 heads": Misuse(
+        _reduced(20, 512), "not compiled for 20 heads", machine={"any_shape": False}
     ),
-    "plan into small buffers": (
-        {},
-        _decode(planned={"work_info_set": torch.zeros(2, 8).int()}),
-        MisuseError,
-        "elements",
+    "reduction on RDNA": Misuse(_reduced(16, 512), "gfx1100", machine={"architecture": "gfx1100"}),
+    "latents overflow": Misuse(_write_latents(300.0), "overflows"),
+    "latents into int32 slots": Misuse(
+        _write_latents(slot_mapping=torch.tensor([3]).int()), "int64"
     ),
-    "copied plan": ({}, _copied_plan, MisuseError, "another plan"),
-    "compiles in a capture": (
-        {"capturing": True},
-        _no_plan({}),
-        MisuseError,
-        "compiles during capture",
+    "latents past the end": Misuse(
+        _write_latents(slot_mapping=torch.tensor([8])), "past the cache"
     ),
-    "reduction of 20 heads": (
-        {"any_shape": False},
-        _reduced(20, 512),
-        MisuseError,
-        "not compiled for 20 heads",
-    ),
-    "reduction on RDNA": ({"architecture": "gfx1100"}, _reduced(16, 512), MisuseError, "gfx1100"),
-    "latents overflow": ({}, _write_latents(300.0), MisuseError, "overflows"),
-    "latents into int32 slots": (
-        {},
-        _write_latents(slot_mapping=torch.tensor([3]).int()),
-        MisuseError,
-        "int64",
-    ),
-    "latents past the end": (
-        {},
-        _write_latents(slot_mapping=torch.tensor([8])),
-        MisuseError,
-        "past the cache",
-    ),
-    "latents, wrong kind": (
-        {},
-        _write_latents(kv_cache_dtype="auto"),
-        MisuseError,
-        "kv_cache_dtype",
-    ),
+    "latents, wrong kind": Misuse(_write_latents(kv_cache_dtype="auto"), "kv_cache_dtype"),
 }
 
 

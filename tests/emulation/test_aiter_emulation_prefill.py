@@ -4,14 +4,13 @@ elsewhere.
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.aiter_emulation import Machine, MisuseError
+from tests.helpers.aiter_emulation import Machine
 from tests.helpers.aiter_emulation_case import (
     FN,
     GFX950,
@@ -21,16 +20,9 @@ from tests.helpers.aiter_emulation_case import (
     assert_rounded_once,
     attention,
     check_misuse,
-    loader,
     starts,
 )
 from tests.helpers.bounds import assert_as_exact
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
-    """See `loader`."""
-    return loader(monkeypatch, tmp_path)
 
 
 class Prefill:
@@ -252,81 +244,50 @@ second tile is cut after two.
 """
 
 MISUSES: dict[str, Misuse] = {
-    "prefill list, not causal": (
-        ONE_CLUSTER,
-        _altered(lambda plan: None, is_causal=False),
-        MisuseError,
-        "beyond the diagonal",
+    "prefill list, not causal": Misuse(
+        _altered(lambda plan: None, is_causal=False), "beyond the diagonal", machine=ONE_CLUSTER
     ),
-    "prefill list, a tile short of keys": (
-        ONE_CLUSTER,
-        _altered(_work(0, 5, 128)),
-        MisuseError,
-        "other lengths",
+    "prefill list, a tile short of keys": Misuse(
+        _altered(_work(0, 5, 128)), "other lengths", machine=ONE_CLUSTER
     ),
-    "prefill list, a tile missing": (ONE_CLUSTER, _altered(_fewer), MisuseError, "other lengths"),
-    "prefill list, a tile twice": (ONE_CLUSTER, _altered(_twice), MisuseError, "other lengths"),
-    "prefill list, another cut": (
-        ONE_CLUSTER,
-        _altered(lambda plan: None, kvlen_granularity=64),
-        MisuseError,
-        "multiples of 128",
+    "prefill list, a tile missing": Misuse(_altered(_fewer), "other lengths", machine=ONE_CLUSTER),
+    "prefill list, a tile twice": Misuse(_altered(_twice), "other lengths", machine=ONE_CLUSTER),
+    "prefill list, another cut": Misuse(
+        _altered(lambda plan: None, kvlen_granularity=64), "multiples of 128", machine=ONE_CLUSTER
     ),
-    "prefill list, a whole tile to scratch": (
-        ONE_CLUSTER,
-        _altered(_work(0, 1, 1024)),
-        MisuseError,
-        "1 parts at",
+    "prefill list, a whole tile to scratch": Misuse(
+        _altered(_work(0, 1, 1024)), "1 parts at", machine=ONE_CLUSTER
     ),
-    "prefill list, parts in one place": (
-        ONE_CLUSTER,
-        _altered(_both_at_0),
-        MisuseError,
-        "two parts at row 0",
+    "prefill list, parts in one place": Misuse(
+        _altered(_both_at_0), "two parts at row 0", machine=ONE_CLUSTER
     ),
-    "prefill list, keys behind": (
-        ONE_CLUSTER,
-        _altered(_work(0, 6, 44)),
-        MisuseError,
-        "keys behind the parts",
+    "prefill list, keys behind": Misuse(
+        _altered(_work(0, 6, 44)), "keys behind the parts", machine=ONE_CLUSTER
     ),
-    "prefill on gfx942": ({}, _prefill(), MisuseError, "gfx942"),
-    "prefill, not causal": (GFX950, _prefill(is_causal=False), MisuseError, "logarithms"),
-    "prefill, 8 heads": (GFX950, _prefill({"heads": 8}), MisuseError, "multiple of 16"),
-    "prefill, real sizes": ({**GFX950, "any_shape": False}, _prefill(), MisuseError, "sizes"),
-    "prefill, bf16": (GFX950, _prefill(V=lambda d: d.v.bfloat16()), MisuseError, "takes"),
-    "prefill, fp16 output": (
-        GFX950,
-        _prefill(output=lambda d: d.out.half()),
-        MisuseError,
-        "bf16 bits",
+    "prefill on gfx942": Misuse(_prefill(), "gfx942"),
+    "prefill, not causal": Misuse(_prefill(is_causal=False), "logarithms", machine=GFX950),
+    "prefill, 8 heads": Misuse(_prefill({"heads": 8}), "multiple of 16", machine=GFX950),
+    "prefill, real sizes": Misuse(_prefill(), "sizes", machine={**GFX950, "any_shape": False}),
+    "prefill, bf16": Misuse(_prefill(V=lambda d: d.v.bfloat16()), "takes", machine=GFX950),
+    "prefill, fp16 output": Misuse(
+        _prefill(output=lambda d: d.out.half()), "bf16 bits", machine=GFX950
     ),
-    "prefill without a scale": (GFX950, _prefill(k_scale=None), MisuseError, "k_scale"),
-    "prefill without work": (GFX950, _prefill(work_indptr=None), MisuseError, "work list"),
-    "prefill, small scratch": (
-        {**GFX950, "num_compute_units": 48},
+    "prefill without a scale": Misuse(_prefill(k_scale=None), "k_scale", machine=GFX950),
+    "prefill without work": Misuse(_prefill(work_indptr=None), "work list", machine=GFX950),
+    "prefill, small scratch": Misuse(
         _prefill(splitData=torch.zeros(256, 16, 8)),
-        MisuseError,
         "scratch",
+        machine={**GFX950, "num_compute_units": 48},
     ),
-    "prefill, stale plan": (GFX950, _stale_prefill, MisuseError, "other lengths"),
-    "prefill plan on the device": (
-        GFX950,
-        _plan_on_device(lambda d: d.queries),
-        MisuseError,
-        "makes the host wait",
+    "prefill, stale plan": Misuse(_stale_prefill, "other lengths", machine=GFX950),
+    "prefill plan on the device": Misuse(
+        _plan_on_device(lambda d: d.queries), "makes the host wait", machine=GFX950
     ),
-    "prefill plan on the device, a view": (
-        GFX950,
-        _plan_on_device(lambda d: d.keys[1:]),
-        MisuseError,
-        "makes the host wait",
+    "prefill plan on the device, a view": Misuse(
+        _plan_on_device(lambda d: d.keys[1:]), "makes the host wait", machine=GFX950
     ),
-    "prefill plan in a capture": (
-        {**GFX950, "capturing": True},
-        _prefill(),
-        MisuseError,
-        "cannot be captured",
+    "prefill plan in a capture": Misuse(
+        _prefill(), "cannot be captured", machine={**GFX950, "capturing": True}
     ),
 }
 

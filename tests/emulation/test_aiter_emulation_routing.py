@@ -1,22 +1,15 @@
 """The emulation of AITER's routing of experts: right where it answers, and an error elsewhere."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.aiter_emulation import Machine, MisuseError
-from tests.helpers.aiter_emulation_case import Attempt, Load, Misuse, check_misuse, loader
+from tests.helpers.aiter_emulation import Machine
+from tests.helpers.aiter_emulation_case import Attempt, Load, Misuse, check_misuse
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
-    """See `loader`."""
-    return loader(monkeypatch, tmp_path)
 
 
 def route(
@@ -101,16 +94,11 @@ def _route(
 
 
 MISUSES: dict[str, Misuse] = {
-    "bias of another type": ({}, _route(bias=torch.float32), MisuseError, "reads the bias"),
-    "3 groups": ({}, _route(groups=3), MisuseError, "3 groups"),
-    "5 of 4 groups": ({}, _route(kept=5), MisuseError, "5 of 4 groups"),
-    "int64 ids": ({}, _route(ids=torch.int64), MisuseError, "int32 ids"),
-    "more experts than the groups hold": (
-        {},
-        _route(topk=9),
-        MisuseError,
-        "9 experts from 2 groups",
-    ),
+    "bias of another type": Misuse(_route(bias=torch.float32), "reads the bias"),
+    "3 groups": Misuse(_route(groups=3), "3 groups"),
+    "5 of 4 groups": Misuse(_route(kept=5), "5 of 4 groups"),
+    "int64 ids": Misuse(_route(ids=torch.int64), "int32 ids"),
+    "more experts than the groups hold": Misuse(_route(topk=9), "9 experts from 2 groups"),
 }
 
 

@@ -4,23 +4,31 @@ that must raise.
 
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.aiter_emulation import Machine, MisuseError, install
 from tests.helpers.aiter_emulation.signatures import SOURCES
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 GFX950 = {"architecture": "gfx950"}
 Load = Callable[..., tuple[Any, Machine]]
 Attempt = Callable[[Any, Machine], Any]
-Misuse = tuple[dict[str, Any], Attempt, type[Exception], str]
-"""The machine, the call, and what it raises."""
+
+
+class Misuse(NamedTuple):
+    """A call, what it raises, and on which machine."""
+
+    attempt: Attempt
+    message: str
+    error: type[Exception] = MisuseError
+    machine: Mapping[str, Any] = MappingProxyType({})
 
 
 def loader(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Load:
@@ -47,10 +55,9 @@ def loader(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Load:
 
 def check_misuse(load: Load, misuse: Misuse) -> None:
     """The call raises what it has to."""
-    options, attempt, error, message = misuse
-    aiter, machine = load(**options)
-    with pytest.raises(error, match=message):
-        attempt(aiter, machine)
+    aiter, machine = load(**misuse.machine)
+    with pytest.raises(misuse.error, match=misuse.message):
+        misuse.attempt(aiter, machine)
 
 
 def starts(lengths: list[int]) -> Tensor:
