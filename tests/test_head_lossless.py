@@ -16,10 +16,9 @@ from drafters.lilicorr.lattice import LatticeConfig
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request
-from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
-from tests.helpers.guards import no_host_sync
+from tests.helpers.guards import guard_steps
 from tests.helpers.oracle import OracleDrafter, disturbed_logits
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
@@ -81,13 +80,7 @@ class Case:
         engine = SpecEngine(
             self.verifier, drafter, EngineConfig(max_num_seqs=20, cache=memory, **changes)
         )
-        launch = engine.runner.step
-
-        def guarded(batch: DecodeBatch) -> Any:
-            with no_host_sync():
-                return launch(batch)
-
-        engine.runner.step = guarded  # type: ignore[method-assign]
+        guard_steps(engine)
         requests = [
             engine.add_request(
                 prompt,

@@ -5,10 +5,9 @@ from typing import Any
 from drafters.dflash.drafter import DFlashDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
-from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
-from tests.helpers.guards import no_host_sync
+from tests.helpers.guards import guard_steps
 from tests.helpers.tiny_models import random_dflash, random_prompts
 
 
@@ -35,13 +34,7 @@ def generate(
         ),
     )
     if guard:
-        launch = engine.runner.step
-
-        def guarded(batch: DecodeBatch) -> Any:
-            with no_host_sync():
-                return launch(batch)
-
-        engine.runner.step = guarded  # type: ignore[method-assign]
+        guard_steps(engine)
     requests = [
         engine.add_request(prompt, SamplingParams(max_tokens=14)) for prompt in random_prompts(4)
     ]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec.engine.engine import SpecEngine
 from specdec.sampling import noise
 
 _SYNCING_METHODS = (
@@ -86,3 +87,8 @@ def no_host_sync() -> Iterator[None]:
             patch.setattr(torch, name, refuse(f"torch.{name}"))
         with _NoSyncOps():
             yield
+
+
+def guard_steps(engine: SpecEngine) -> None:
+    """Has the guard hold in every decoding step."""
+    engine.runner.step = no_host_sync()(engine.runner.step)  # type: ignore[method-assign]

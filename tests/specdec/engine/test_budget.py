@@ -26,7 +26,7 @@ from specdec.model.core import AcceptOutput, Drafter, DraftOutput
 from specdec.model.packing import Packing
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
-from tests.helpers.guards import no_host_sync
+from tests.helpers.guards import guard_steps
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
@@ -120,13 +120,7 @@ def test_as_plain_decoding(case: TreeCase, drafter: str, sampling: str) -> None:
         engine = engine_of(case, drafter, sampling, verify_budget=budget, pipeline_depth=1)
         assert engine.planner.shapes[0].budget == budget
         engine.runner.host_may_look = False  # as on an accelerator
-        launch = engine.runner.step
-
-        def guarded(batch: DecodeBatch, launch: Any = launch) -> Any:
-            with no_host_sync():
-                return launch(batch)
-
-        engine.runner.step = guarded  # type: ignore[method-assign]
+        guard_steps(engine)
         requests = case.run(engine, **SAMPLINGS[sampling])
         assert tokens(requests) == tokens(case.plain[sampling])
         for request, plain in zip(requests, case.plain[sampling], strict=True):

@@ -35,7 +35,7 @@ from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.bounds import assert_as_exact
-from tests.helpers.guards import no_host_sync
+from tests.helpers.guards import guard_steps
 from tests.helpers.tiny_models import plain_model, random_dflash, random_prompts
 from tests.helpers.triton_interpreter import require_triton
 from verifiers.config.shape import backend_spec
@@ -472,13 +472,7 @@ def generate(
 
     bound.propose = recorded  # type: ignore[method-assign]
     if guarded:
-        launch = engine.runner.step
-
-        def guarded_launch(batch: DecodeBatch) -> Any:
-            with no_host_sync():
-                return launch(batch)
-
-        engine.runner.step = guarded_launch  # type: ignore[method-assign]
+        guard_steps(engine)
     # two steps with drafts at least
     params = SamplingParams(max_tokens=3, ignore_eos=True, **sampling)
     requests = [engine.add_request(prompt, params) for prompt in random_prompts(2, longest=9)]

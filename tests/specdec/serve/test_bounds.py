@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -30,13 +29,6 @@ from tests.helpers.waiting import HANG, gated, wait_until
 
 CHAT: Any = [{"role": "user", "content": "hello"}]
 CONTEXT = 512
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    """One server for all tests, which leave it as it is."""
-    with live_server() as live:
-        yield live
 
 
 @pytest.fixture

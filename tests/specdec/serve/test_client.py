@@ -23,13 +23,6 @@ CHAT: Any = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    """One server for all tests that leave it as it is."""
-    with live_server() as live:
-        yield live
-
-
-@pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
         yield client

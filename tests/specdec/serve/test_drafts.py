@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.helpers.live_server import Live, live_server
+from tests.helpers.live_server import Live
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
 TEXT = {"prompt": "hello there", "max_tokens": 40}
 ROUTES: dict[str, dict[str, Any]] = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT}
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with live_server() as live:
-        yield live
 
 
 def text_of(answer: Any) -> str:

@@ -5,7 +5,6 @@ and answers in lines.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -22,13 +21,6 @@ from specdec.serve.protocol import (
 from tests.helpers.live_server import Live, live_server, tiny_decoder
 
 CHAT: Any = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    """One server for all tests, which leave it as it is."""
-    with live_server() as live:
-        yield live
 
 
 def test_an_unknown_field_is_warned_of_once(live: Live, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,12 +40,11 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import BackendError
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LatentCache
-from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, Verifier
 from specdec.model.scratch import next_token_logits
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine, install
-from tests.helpers.guards import no_host_sync
+from tests.helpers.guards import guard_steps
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 from tests.specdec.attention.aiter.latent.test_mla_sparse import rounded
@@ -185,13 +184,7 @@ def generate(verifier: Verifier, drafter: Drafter | None, max_num_seqs: int) -> 
         cache=CacheConfig(memory_bytes=2**23),
     )
     engine = SpecEngine(verifier, drafter, config)
-    launch = engine.runner.step
-
-    def guarded(batch: DecodeBatch) -> Any:
-        with no_host_sync():
-            return launch(batch)
-
-    engine.runner.step = guarded  # type: ignore[method-assign]
+    guard_steps(engine)
     requests = [
         engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS))
         for prompt in prompts_for(max_num_seqs)

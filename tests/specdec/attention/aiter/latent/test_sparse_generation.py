@@ -17,11 +17,10 @@ from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LatentCache
-from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_generation import wide_dflash
-from tests.helpers.guards import no_host_sync
+from tests.helpers.guards import guard_steps
 from tests.helpers.sparse_case import FP8, Install, pretend_rocm
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.specdec.attention.aiter.latent.test_mla_sparse import rounded
@@ -59,13 +58,7 @@ def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
         drafter,
         EngineConfig(num_draft_tokens=None, max_num_seqs=3, max_prefill_tokens=13, cache=cache),
     )
-    launch = engine.runner.step
-
-    def guarded(batch: DecodeBatch) -> Any:
-        with no_host_sync():
-            return launch(batch)
-
-    engine.runner.step = guarded  # type: ignore[method-assign]
+    guard_steps(engine)
     requests = [
         engine.add_request([*prompt, 0], SamplingParams(max_tokens=10))
         for prompt in random_prompts(4)
