@@ -49,6 +49,8 @@ _ARCHITECTURES = {
 
 _FAMILIES = {
     "dspark": "DSpark on layers of its own, not Qwen3's",
+    "dspine": "DSpine, which hands predicted features on between draft layers, in a form that no"
+    " public program we could read has",
     "xpress": "XPress, which refines a DFlash block in several passes",
     "dflash": "DFlash on layers of its own, not Qwen3's",
     "eagle3": "EAGLE-3 on layers of its own",

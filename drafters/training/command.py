@@ -5,6 +5,7 @@ flags.
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from drafters.training.config import BENCH_ALONE, TrainConfig, add_flags, build_config
 from specdec.base.errors import InvalidInputError
@@ -14,6 +15,7 @@ from specdec.cli.fields import whole_number
 from specdec.cli.options import ray_option, say_gpu
 
 STAGES = ("answers", "train", "finish")
+LEARN = "learn"
 
 _EXAMPLES = """\
 examples:
@@ -23,11 +25,12 @@ examples:
   torchrun --nproc-per-node 2 -m specdec train train --config run.toml
   specdec train --config run.toml --ray --workers 8
   specdec train finish --config run.toml
+  specdec train learn --out round --init smollm2-dflash --answers-from kept
   specdec train bench qwen3-8b --max-length 2048 --batch-size 8 16 --anchors 64 256 --compile
 
 Stages: answers (the target answers the prompts, and may write some itself), train, finish (export,
-and compare tau with the engine's); all without a name. bench times a step of the trainer at a
-shape, with random weights.
+and compare tau with the engine's); all without a name. learn goes on with a drafter on requests
+that a server has kept. bench times a step of the trainer at a shape, with random weights.
 A killed run goes on with the same command. docs/training.md is the guide.
 """
 
@@ -40,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "stages",
         nargs="*",
         metavar="STAGE",
-        help="answers, train, finish (default: all three); or bench SHAPE",
+        help="answers, train, finish (default: all three); or learn; or bench SHAPE",
     )
     parser.add_argument(
         "--config",
@@ -84,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         return measured
     for name in vars(args).keys() & set(BENCH_ALONE):
         raise InvalidInputError(f"--{name} is for specdec train bench alone")
+    if args.stages == [LEARN]:
+        return _learn(args)
     config: TrainConfig = build_config(vars(args), args.config)
     stages = tuple(args.stages) or STAGES
     unknown = [stage for stage in stages if stage not in STAGES]
@@ -118,6 +123,16 @@ def _run_here(stages: tuple[str, ...], config: TrainConfig) -> bool:
     if os.environ.get("RANK", "0") == "0":  # once, of all processes
         say_gpu(config.device)
     return run_stages(stages, config)
+
+
+def _learn(args: argparse.Namespace) -> int:
+    from drafters.training.learning.round import learn
+
+    recipe = Path(__file__).with_name("recipes") / "learn.toml"
+    config = build_config(vars(args), args.config, recipe)
+    make_folder(config.folder)
+    say_gpu(config.device)
+    return 0 if learn(config) else 1
 
 
 def _run_there(stages: tuple[str, ...], config: TrainConfig, args: argparse.Namespace) -> bool:

@@ -402,15 +402,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def build_config(flags: Mapping[str, Any], file: str | None) -> TrainConfig:
-    """The run that a config file and flags describe; flags win.
+def build_config(
+    flags: Mapping[str, Any], file: str | None, recipe: Path | None = None
+) -> TrainConfig:
+    """The run that a config file and flags describe; flags win, and the file over a recipe.
 
     Raises:
         InvalidInputError: an unreadable file, an unknown key, or a value of the wrong type or out
             of range.
     """
     kinds = kinds_of(TrainConfig)
-    values = _read_file(Path(file)) if file else {}
+    values = {**(_read_file(recipe) if recipe else {}), **(_read_file(Path(file)) if file else {})}
     for name, value in values.items():
         if name not in kinds:
             raise InvalidInputError(

@@ -143,7 +143,7 @@ def _everywhere(complete: bool, device: torch.device) -> bool:
 
 
 def _train(config: TrainConfig, device: torch.device) -> bool:
-    verifier, tokenizer = _load_target(config, device)
+    verifier, tokenizer = load_target(config, device)
     model = make_drafter(config, verifier, tokenizer)
     target = Target(
         verifier,
@@ -196,7 +196,7 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         [a for a in stored if (a.temperature > 0) == sampled][: config.finish_prompts]
         for sampled in (False, True)
     )
-    verifier, tokenizer = _load_target(config, device)
+    verifier, tokenizer = load_target(config, device)
     model = make_drafter(config, verifier, tokenizer)
     target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher)
     state = load_state(config.folder / "training", device)
@@ -260,7 +260,7 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
     return True
 
 
-def _load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
+def load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
     """The target in a form of its own: training may change its attention and drop layers."""
     load = resolve(VERIFIERS, "hf", "verifier")
     verifier, tokenizer = load(

@@ -28,7 +28,7 @@ from drafters.training.loss.blocks import (
     next_anchors,
     sample_anchors,
 )
-from drafters.training.loss.evaluate import replay
+from drafters.training.loss.evaluate import ReplayResult, replay
 from drafters.training.loss.heads import HEAD_MODULES
 from drafters.training.loss.losses import ChunkedLoss, LossConfig, default_gamma
 from drafters.training.loss.mask import use_flex
@@ -136,6 +136,7 @@ class Trainer:
             compile_layer(layer)
         self.step, self.seconds = 0, 0.0  # of the steps of all runs, up to the last line
         self.tau: float | None = None
+        self.replays: list[ReplayResult] = []  # of the held-out answers, in this run
         self._best_tau = 0.0  # of this run
         self._generator = torch.Generator(target.device)
         self._steps_per_epoch = max(len(train) // config.batch_size, 1)
@@ -385,7 +386,8 @@ class Trainer:
         started = time.perf_counter()
         with self.optimizer.averaged():
             result = replay(self.model, self.target, self.heldout, self.config)
-        self.tau = result.tau()
+        self.replays.append(result)
+        self.tau = result.tau(sampled=0.0 not in result.temperatures)
         rates = " ".join(f"{rate:.2f}" for rate in result.row_rates)
         figures = result.figures()
         tree = next((str(shape) for shape in result.shapes if shape.is_tree), None)

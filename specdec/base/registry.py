@@ -93,6 +93,7 @@ TOKENIZERS = {
 PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare
     "train bench": "evals.bench.training:run",
+    "learn": "drafters.training.learning.served:trainable",  # serve --learn-device
     "needs": "verifiers.needs:read_needs",  # doctor --model
     # generate --file, in the words of requests to the server
     "batch line": "specdec.serve.batch.lines:BatchLine",

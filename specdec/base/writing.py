@@ -176,9 +176,9 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write_text(text, encoding="utf-8", newline=""))
 
 
-def append(path: Path, text: str, *, head: str = "") -> None:
+def append(path: Path, text: str, *, head: str = "", private: bool = False) -> None:
     """Adds `text` to a file, behind `head` where the file is empty: all of it or nothing, whoever
-    else adds to it.
+    else adds to it. A new file is for its owner alone if it is `private`.
 
     A device or a descriptor is told `text` alone.
 
@@ -190,9 +190,8 @@ def append(path: Path, text: str, *, head: str = "") -> None:
         if place.is_stream:
             _send(place, text.encode())
             return
-        with _alone(
-            FileIO(os.open(place.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), "a")
-        ) as file:
+        flags, rights = os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600 if private else 0o666
+        with _alone(FileIO(os.open(place.path, flags, rights), "a")) as file:
             size = os.fstat(file.fileno()).st_size
             try:
                 _write_all(file, (text if size else head + text).encode())
@@ -227,15 +226,46 @@ def remove(path: Path) -> None:
             os.unlink(path)
 
 
-def make_folder(name: str | Path) -> Path:
-    """The folder `name`, made if it is missing.
+def remove_folder(path: Path) -> None:
+    """Removes a folder with all that is in it, if it is there.
+
+    Raises:
+        InvalidInputError: the system refuses.
+    """
+    with disk_errors(path), suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """A folder that no other process claims meanwhile.
+
+    Raises:
+        InvalidInputError: another one does.
+    """
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(number)
+        raise InvalidInputError(
+            f"folder {str(folder)!r} is in use by another process; choose another"
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(number)
+
+
+def make_folder(name: str | Path, *, private: bool = False) -> Path:
+    """The folder `name`, made if it is missing; for its owner alone if it is `private`.
 
     Raises:
         InvalidInputError: it cannot be made, or nothing can be written there.
     """
     folder = user_path(name)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else str(error)
         raise InvalidInputError(

@@ -27,7 +27,7 @@ _FLAGS = {
 }
 """Options of fields that are called otherwise."""
 
-_SIZES = {"memory_bytes", "kv_memory"}
+_SIZES = {"memory_bytes", "kv_memory", "learn_limit"}
 """Fields in bytes, which an option or a config file may give as 512M."""
 
 _METAVARS = {int: "N", float: "X", str: "NAME"}

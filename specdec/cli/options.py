@@ -31,7 +31,7 @@ GRAMMAR_HELP = (
 )
 
 
-_ELSEWHERE = {"prediction", "num_draft_tokens", "tree_nodes"}
+_ELSEWHERE = {"prediction", "num_draft_tokens", "tree_nodes", "store"}
 """Fields of a request that are no options of sampling: those of drafts are of the engine."""
 
 

@@ -83,6 +83,7 @@ class SamplingParams:
             takes the engine's. No output depends on it.
         prediction: what the output will be like, such as a file that it edits. Drafts are copied
             from it, and no output depends on it. A text, or tokens.
+        store: it may be kept to learn from, where a server does that; see docs/serve.md.
     """
 
     max_tokens: int = 256
@@ -112,6 +113,7 @@ class SamplingParams:
     prediction: str | tuple[int, ...] | None = None
     num_draft_tokens: int | None = None
     tree_nodes: int | None = None
+    store: bool = True
 
     def __post_init__(self) -> None:
         integers(
@@ -134,7 +136,7 @@ class SamplingParams:
             "frequency_penalty",
         )
         flags(self, "ignore_eos", "logprobs", "read_prefix_cache", "skip_special_tokens")
-        flags(self, "grammar_after_thinking")
+        flags(self, "grammar_after_thinking", "store")
         if not isinstance(self.prediction, str):
             tokens = sequence(self, "prediction", "token ids, or a text")
             tokens = tuple(as_integer("a token of prediction", token) for token in tokens)

@@ -7,10 +7,10 @@ import gc
 import logging
 import os
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 from specdec.base.errors import InvalidInputError
-from specdec.base.registry import drafter_name
+from specdec.base.registry import PARTS, drafter_name, resolve
 from specdec.cli.fields import add_options, from_options
 from specdec.cli.options import engine_config, engine_options, load_decoder, model_options
 from specdec.serve.config import ServeConfig
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         SpecDecError: an option or the model is wrong, or a package is missing.
     """
     try:
+        from specdec.serve.learning.learner import Learner
         from specdec.serve.processes.fronts import Fronts
         from specdec.serve.processes.setup import Setup
         from specdec.serve.server import listen, take_connections
@@ -59,8 +60,12 @@ def run(args: argparse.Namespace) -> int:
     sock = listen(config)  # a port that is taken is told before a model is loaded
     others = os.environ.get("RANK", "0") != "0"  # the leading rank serves
     count = 0 if others else config.front_processes
-    with closing(Fronts(count, sock, config)) as fronts:
+    with closing(Fronts(count, sock, config)) as fronts, ExitStack() as left:
         drafter = drafter_name(args.drafter, args.model)
+        learner = None
+        if config.learn_from_requests is not None and not others:
+            init = config.learn_device and resolve(PARTS, "learn", "part")(drafter)
+            learner = left.enter_context(closing(Learner(config, args.model, init)))
         with closing(load_decoder(args, args.drafter, engine_config(args))) as decoder:
             decoder.get_ready(Phases())
             setup = Setup(Facts.of(decoder), config, unpinned(args.model), drafter)
@@ -69,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
                 says = ", ".join(f"{name} {value:g}" for name, value in sampled.items())
                 whence = "as the model's generation_config.json says"
                 _say(f"requests that do not say have {says}, {whence}")
+            if learner is not None:
+                _say(learner.line)
             if line := setup.short_cache:
                 _say(line)
             if line := setup.said_of_tools(decoder.tokenizer):
@@ -76,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             where = f"{setup.names[0]} with drafter {drafter} at {url}/v1"
             gc.collect()
             gc.freeze()  # what stays is not looked through again
-            dead = fronts.serve(decoder, setup, lambda: _say(where))
+            dead = fronts.serve(decoder, setup, lambda: _say(where), learner)
     return int(dead)
 
 

@@ -56,6 +56,16 @@ class ServeConfig:
         tool_format: how the model writes calls of tools; None is as the chat template has it.
         drafter_updates: a folder of checkpoints whose weights POST /update_drafter may put in the
             place of the drafter's, for who has the key; None has no such route.
+        learn_from_requests: a folder where finished requests are kept, for its owner alone, to
+            train the drafter on; None keeps none. Requests that say `store: false`, or have a
+            `cache_salt`, are never kept.
+        learn_limit: bytes that are kept; the oldest go.
+        learn_device: device on which a process of its own trains the drafter on them, and hands
+            over weights that are better; None only keeps requests.
+        learn_every: output tokens to be kept between two trainings.
+        learn_nice: niceness of that process, from 0, which has as much of the processors as the
+            server, to 19, which has what is left.
+        learn_config: file with options of `specdec train`, over those of its recipe learn.toml.
     """
 
     host: str = "127.0.0.1"
@@ -80,6 +90,12 @@ class ServeConfig:
     vllm_metrics: bool = False
     tool_format: str | None = None
     drafter_updates: str | None = None
+    learn_from_requests: str | None = None
+    learn_limit: int = 67_108_864
+    learn_device: str | None = None
+    learn_every: int = 32_768
+    learn_nice: int = 19
+    learn_config: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "allowed_hosts", "allowed_origins"):
@@ -128,6 +144,14 @@ class ServeConfig:
                 f"drafter_updates lets clients change the drafter, so it needs a key; set"
                 f" ${KEY_VARIABLE}, or leave it out"
             )
+        if not 0 <= self.learn_nice <= 19:
+            raise InvalidInputError(f"learn_nice is {self.learn_nice}; it must lie in [0, 19]")
+        for name in ("learn_device", "learn_config"):
+            needed = "learn_device" if name == "learn_config" else "learn_from_requests"
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise InvalidInputError(
+                    f"{name} is {getattr(self, name)!r} without {needed}; give both"
+                )
         if not 0 <= self.port < 2**16:
             raise InvalidInputError(
                 f"port is {self.port}; it must lie in [0, 65535], where 0 takes a free one"
@@ -135,6 +159,7 @@ class ServeConfig:
         for name in (
             "front_processes",
             "keep_alive_seconds",
+            "learn_every",
             *(name for name in self.__dataclass_fields__ if name.startswith("max_")),
         ):
             if getattr(self, name) < 1:

@@ -41,6 +41,8 @@ class Front:
         tool_format: how the model writes calls of tools, where that is known.
         max_total_tokens: of prompt and output of one request together.
         totals: what was done so far.
+        learned: what came of learning, as `specdec.serve.learning.learner.Learned` has it; None
+            before anything did.
         draining: nothing new is taken on.
         dead: the engine failed, and then failed a probe, or its process or one of the ranks that
             compute its target has ended.
@@ -54,6 +56,9 @@ class Front:
         self.tool_format = setup.tool_format(engine.reader.tokenizer)
         self.created = int(time.time())
         self.totals = Totals()
+        self.learned: dict[str, Any] | None = None
+        self._tau_before: float | None = None
+        self._changed_at = 0, 0  # steps, and their tokens, at the last change of weights
         self._elsewhere: dict[int, Totals] = {}  # of other processes, by whatever tells them apart
         self._sent: dict[str, Any] = {}
         self.draining = self.dead = False
@@ -62,6 +67,7 @@ class Front:
         self._waiting: set[asyncio.Future[None]] = set()  # for grammars
         engine.on_totals = self._take_totals
         engine.on_drafter = self._take_drafter
+        engine.on_learned = self._take_learned
         engine.on_death = self._die
 
     @property
@@ -94,8 +100,24 @@ class Front:
         except (ValueError, TypeError, KeyError, AttributeError):
             logger.exception("another front has told counts that are none")
 
+    @property
+    def taus(self) -> dict[str, float]:
+        """Tokens per verify step by the weights that draft "now" and those "before" their last
+        change, where these took steps.
+        """
+        totals, (steps, tokens) = self.count(), self._changed_at
+        now = (totals.step_tokens - tokens) / max(totals.steps - steps, 1)
+        found = {"before": self._tau_before, "now": now}
+        return {weights: tau for weights, tau in found.items() if tau}
+
     def _take_drafter(self, name: str) -> None:
+        self._tau_before = self.taus.get("now")
+        totals = self.count()
+        self._changed_at = totals.steps, totals.step_tokens
         self.drafter = name
+
+    def _take_learned(self, learned: dict[str, Any]) -> None:
+        self.learned = learned
 
     def described(self) -> dict[str, Any]:
         """The model, the engine and the limits, without what is nobody's business."""

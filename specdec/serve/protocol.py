@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Known fields that cannot be honored, by name: values that ask for nothing, and what to do."""
 
 SILENT = {
-    "user", "store", "metadata", "service_tier", "safety_identifier", "return_meta_info",
+    "user", "metadata", "service_tier", "safety_identifier", "return_meta_info",
     "parallel_tool_calls", "request_id",
 }  # fmt: skip
 """Fields that change no answer of this server."""
@@ -220,6 +220,7 @@ class Generation(Body):
     prediction: Prediction | str | None = None
     num_draft_tokens: int | None = None
     tree_nodes: int | None = None
+    store: bool | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None

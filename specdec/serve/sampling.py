@@ -17,7 +17,7 @@ COMPLETION_TOKENS = 16
 SAME = frozenset({
     "temperature", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
     "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt",
-    "skip_special_tokens", "thinking_token_budget", "num_draft_tokens", "tree_nodes",
+    "skip_special_tokens", "thinking_token_budget", "num_draft_tokens", "tree_nodes", "store",
 })  # fmt: skip
 """Fields that mean the same here and there."""
 

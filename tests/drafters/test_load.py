@@ -83,6 +83,11 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
     [
         ({"architectures": ["XPressDraftModel"]}, "'XPressDraftModel' (XPress"),
         ({"architectures": ["Qwen3XPressModel"]}, "'Qwen3XPressModel' (XPress"),
+        ({"architectures": ["DSpineDraftModel"]}, "'DSpineDraftModel' (DSpine"),
+        (
+            {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspine"}},
+            "'dspine' (DSpine",
+        ),
         (
             {"architectures": ["DFlash2BeamDraftModel"]},
             "'DFlash2BeamDraftModel' (DFlash on layers of its own",

@@ -14,6 +14,7 @@ import httpx
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.serve.config import ServeConfig
 from specdec.serve.front import Front
+from specdec.serve.learning.learner import Learner
 from specdec.serve.processes.fronts import updates_of
 from specdec.serve.processes.setup import Setup
 from specdec.serve.server import Server, listen, take_connections
@@ -58,18 +59,28 @@ class Live:
 
     Attributes:
         decoder: serves.
-        hub, setup, front, server: its parts.
+        hub, setup, front, server, learner: its parts.
         url: where it listens.
     """
 
-    def __init__(self, decoder: SpecDecoder, drafter: str | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        decoder: SpecDecoder,
+        drafter: str | None = None,
+        learn_init: str | None = None,
+        **config: Any,
+    ) -> None:
         self.decoder, settings = decoder, ServeConfig(port=0, **config)
         sock = listen(settings)
         self.url = take_connections(sock)
         ours, theirs = socket.socketpair()
         limits = settings.max_queue, settings.max_queued_tokens
         updates = updates_of(decoder, settings)
-        self.hub = Hub(decoder, on_stop=self._stop, update_drafter=updates)
+        self.learner: Learner | None = None
+        if settings.learn_from_requests is not None:
+            self.learner = Learner(settings, decoder.verifier.name, learn_init)
+        on_end = self.learner.take if self.learner else lambda ended: None
+        self.hub = Hub(decoder, on_stop=self._stop, update_drafter=updates, on_end=on_end)
         link = Link(ours, *limits)
         link.channel.send(Setup(Facts.of(decoder), settings, MODEL, drafter).message())
         self.hub.add(link)
@@ -83,6 +94,8 @@ class Live:
         threads.append(threading.Thread(target=self._serve, daemon=True))
         threads[1].start()
         self._threads = threads
+        if self.learner is not None:
+            self.learner.start(decoder, self.hub)
         wait_until(lambda: link.ready)
 
     def _serve(self) -> None:
@@ -111,3 +124,5 @@ def live_server(
     finally:
         live.hub.stop()
         live.join()
+        if live.learner is not None:
+            live.learner.close()

@@ -19,6 +19,7 @@ from specdec.base.writing import write_atomically
 from specdec.session.decoder import SpecDecoder
 
 TOKENS, MASK = "input_ids", "loss_mask"
+PROMPT, ANSWER = "prompt_ids", "answer_ids"
 """Fields of a row of tokens; the mask has a 1 for each token that the target wrote."""
 
 _SAID = "WHAT-IS-SAID"
@@ -33,7 +34,8 @@ def own_answers(config: TrainConfig) -> tuple[PromptSet, list[Own]]:
     Raises:
         InvalidInputError: a file is malformed, holds no answers, or too few to hold some out.
     """
-    rows = [own for file in config.answers_from for own in read_rows(file) if _check(*own)]
+    found = [_joined(*own) for file in config.answers_from for own in read_rows(file)]
+    rows = [own for own in found if _check(*own)]
     Random(config.seed).shuffle(rows)
     rows = rows[: config.max_prompts]
     if len(rows) <= config.heldout:
@@ -79,6 +81,16 @@ def tokenized(source: Source | SpecDecoder, messages: Messages) -> list[int]:
     if source.reader.has_template:
         return source.tokenize([{"role": role, "content": text} for role, text in messages])
     return source.tokenize("\n".join(text for _, text in messages))
+
+
+def _joined(place: str, row: Row) -> Own:
+    """A row, in which prompt and answer are one where they stand as tokens."""
+    if ANSWER not in row:
+        return place, row
+    prompt, answer = row.get(PROMPT) or [], row[ANSWER]
+    if not (_numbers(prompt) and _numbers(answer)):
+        raise InvalidInputError(f"{place}: {PROMPT} and {ANSWER} must be lists of whole numbers")
+    return place, {TOKENS: [*prompt, *answer], MASK: [0] * len(prompt) + [1] * len(answer)}
 
 
 def _check(place: str, row: Row) -> bool:

@@ -16,6 +16,7 @@ from types import FrameType
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.base.files import user_path
 from specdec.serve.config import ServeConfig
+from specdec.serve.learning.learner import Learner
 from specdec.serve.processes.setup import Setup
 from specdec.serve.server import LAST_SECONDS
 from specdec.session.decoder import SpecDecoder
@@ -74,7 +75,13 @@ class Fronts:
         for _ in range(count):
             self._start()
 
-    def serve(self, decoder: SpecDecoder, setup: Setup, on_ready: Callable[[], object]) -> bool:
+    def serve(
+        self,
+        decoder: SpecDecoder,
+        setup: Setup,
+        on_ready: Callable[[], object],
+        learner: Learner | None = None,
+    ) -> bool:
         """Steps the engine for them until a signal, or the engine, ends it; whether that was the
         engine. A second signal ends the process as it ends others, at once.
 
@@ -82,6 +89,7 @@ class Fronts:
             decoder: has the engine.
             setup: tells what they need.
             on_ready: called when they take requests.
+            learner: is given what has ended, and may hand weights over.
         """
         hub = Hub(
             decoder,
@@ -89,7 +97,10 @@ class Fronts:
             on_loss=lambda link: self._replace(link, hub, setup),
             on_stop=lambda: self._stop(setup.config.drain_seconds + 2 * LAST_SECONDS),
             update_drafter=updates_of(decoder, setup.config),
+            on_end=learner.take if learner else lambda ended: None,
         )
+        if learner:
+            learner.start(decoder, hub)
 
         def stop(number: int, frame: FrameType | None) -> None:
             if hub.stopping:
@@ -104,6 +115,8 @@ class Fronts:
             link.channel.send(setup.message())
             hub.add(link)
         hub.run()
+        if learner:
+            learner.close()  # before the engine ends, which it may be giving weights
         return hub.dead
 
     def close(self) -> None:

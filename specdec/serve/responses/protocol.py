@@ -16,7 +16,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": (("",), _KEPT),
     "conversation": ((), _KEPT),
     "prompt": ((), _KEPT),
-    "store": ((False,), "nothing is kept; give false or leave it out"),
+    "store": ((False,), "no later request can name a response; give false or leave it out"),
     "background": ((False,), "ask with stream, or wait"),
     "truncation": (("disabled",), "prompts are never cut; shorten it"),
     "top_logprobs": ((0,), "/v1/chat/completions gives log-probabilities"),
@@ -77,7 +77,7 @@ class ResponsesRequest(Body):
                 f"{twice[0]} is a chat's word for what the request says already; leave it out",
                 param=twice[0],
             )
-        for name in REFUSED:
+        for name in REFUSED.keys() - {"store"}:
             fields.pop(name, None)
         try:
             return ChatRequest.model_validate(fields)

@@ -53,6 +53,7 @@ class Metrics(Collector):
         for prefix in self._prefixes:
             yield from self._counters(prefix, totals)
             yield from self._gauges(prefix)
+            yield from self._weights(prefix)
             yield from self._histograms(prefix, totals)
 
     def _counters(self, prefix: str, totals: Totals) -> Iterator[Metric]:
@@ -99,6 +100,22 @@ class Metrics(Collector):
         ):
             family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels))
             yield self._one(family, value)
+
+    def _weights(self, prefix: str) -> Iterator[Metric]:
+        """What other weights of the drafter have changed, and what came of learning."""
+        text = (
+            "Tokens per verify step by the drafter's weights, those before their last change too."
+        )
+        name, labels = f"{prefix}:drafter_tau", [*self._labels, "weights"]
+        yield self._by(GaugeMetricFamily(name, text, labels=labels), self._front.taus.items())
+        if (learned := self._front.learned) is None:
+            return
+        text = "Tau on held-out requests of the last training, by weights before and after it."
+        taus = [(weights, learned[weights]) for weights in ("before", "after")]
+        yield self._by(GaugeMetricFamily(f"{prefix}:learning_tau", text, labels=labels), taus)
+        name, text = f"{prefix}:learning_rounds", "Trainings on served requests, by outcome."
+        family = CounterMetricFamily(name, text, labels=[*self._labels, "outcome"])
+        yield self._by(family, learned["rounds"].items())
 
     def _histograms(self, prefix: str, totals: Totals) -> Iterator[Metric]:
         for name, counted, text in (
@@ -155,7 +172,11 @@ class Metrics(Collector):
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _by(self, family: CounterMetricFamily, values: Iterable[tuple[object, int]]) -> Metric:
+    def _by(
+        self,
+        family: CounterMetricFamily | GaugeMetricFamily,
+        values: Iterable[tuple[object, float]],
+    ) -> Metric:
         for label, value in values:
             family.add_metric([*self._labels.values(), str(label)], value)
         return family

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.base.errors import SpecDecError, one_line, shown
 from specdec.engine.launch import Launch
@@ -115,6 +115,29 @@ class Link:
         return output
 
 
+class Ended(NamedTuple):
+    """A request that has ended.
+
+    Attributes:
+        prompt_token_ids, output_token_ids: its tokens.
+        sampling, seed: it was decoded with.
+        finish_reason: why it has ended.
+        num_emitted: tokens of each verify step.
+    """
+
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    finish_reason: str | None
+    num_emitted: list[int]
+
+    @classmethod
+    def of(cls, request: Request) -> Ended:
+        """What there is to know of a request."""
+        return cls(*(getattr(request, name) for name in cls._fields))
+
+
 class _Failures:
     """Where the session puts what becomes of requests; only failures are news here."""
 
@@ -142,6 +165,7 @@ class Hub:
         on_stop: called once when all are to end, which it tells them.
         update_drafter: has other weights draft, by the name that a process asks for, in a thread of
             its own; None lets nobody ask.
+        on_end: called with each request that has ended.
 
     Attributes:
         dead: the engine failed, and then failed a probe, or a rank has ended.
@@ -156,11 +180,15 @@ class Hub:
         on_loss: Callable[[Link], object] = lambda link: None,
         on_stop: Callable[[], object] = lambda: None,
         update_drafter: Callable[[str], object] | None = None,
+        on_end: Callable[[Ended], object] = lambda ended: None,
     ) -> None:
         self._decoder, self._session, self._engine = decoder, decoder.session, decoder.engine
         self._ranks = decoder.ranks  # which are not the decoder's any more once they have ended
         self._on_ready, self._on_loss, self._on_stop = on_ready, on_loss, on_stop
         self._updates = update_drafter and Updates(update_drafter, self._soon)
+        self._on_end = on_end
+        self._drafter: str | None = None  # its name, once it has changed
+        self._learned: dict[str, Any] | None = None
         self._links: dict[int, Link] = {}
         self._outputs: dict[Request, _Output] = {}
         self._totals: dict[int, Any] = {}  # of processes, those that have ended among them
@@ -185,6 +213,14 @@ class Hub:
         if not self.stopping:
             self.stopping = True
             self._on_stop()
+
+    def changed_drafter(self, name: str) -> None:
+        """Tells all processes that other weights draft from now on; from any thread."""
+        self._soon(partial(self._change_drafter, name))
+
+    def tell_learned(self, learned: dict[str, Any]) -> None:
+        """Tells all processes what came of learning; from any thread."""
+        self._soon(partial(self._tell_learned, learned))
 
     def run(self) -> None:
         """Serves until every process has ended."""
@@ -277,7 +313,7 @@ class Hub:
             case ["grammar", int(key), dict(sampling)] if key not in link.grammars:
                 self._take_grammar(link, key, _sampling_of(sampling))
             case ["drafter", int(key), str(name)] if self._updates is not None:
-                self._updates.begin(name, partial(self._tell_drafter, link, key))
+                self._updates.begin(name, partial(self._tell_drafter, link, key, name))
             case ["leave", int(key)]:
                 self._take_leave(link, key)
             case ["totals", dict(totals)]:
@@ -287,8 +323,10 @@ class Hub:
 
     def _take_ready(self, link: Link) -> None:
         link.ready = True
-        if self._updates and self._updates.drafter:
-            self._send(link, ("drafter", self._updates.drafter))
+        if self._drafter is not None:
+            self._send(link, ("drafter", self._drafter))
+        if self._learned is not None:
+            self._send(link, ("learned", self._learned))
         link.untold.update(self._totals)
         self._tell_totals(link)
         if all(one.ready for one in self._links.values()):
@@ -348,12 +386,26 @@ class Hub:
             error = compiled.exception()
             self._send(link, ("done", key, *(() if error is None else plain_error(error))))
 
-    def _tell_drafter(self, link: Link, key: int, error: BaseException | None) -> None:
-        for one in self._links.values():
-            if error is None and one.ready and self._updates:
-                self._send(one, ("drafter", self._updates.drafter))
-            if one is link:
-                self._send(one, ("done", key, *(() if error is None else plain_error(error))))
+    def _tell_drafter(self, link: Link, key: int, name: str, error: BaseException | None) -> None:
+        if error is None:
+            self._change_drafter(name)
+        if link in self._links.values():
+            self._send(link, ("done", key, *(() if error is None else plain_error(error))))
+
+    def _change_drafter(self, name: str) -> None:
+        self._drafter = name
+        logger.warning("%s drafts from now on", name)
+        self._tell_all(("drafter", name))
+
+    def _tell_learned(self, learned: dict[str, Any]) -> None:
+        self._learned = learned
+        self._tell_all(("learned", learned))
+
+    def _tell_all(self, message: tuple[Any, ...]) -> None:
+        """Tells what is ready; what begins later is told then."""
+        for link in self._links.values():
+            if link.ready:
+                self._send(link, message)
 
     def _take_leave(self, link: Link, key: int) -> None:
         """Nobody waits for a grammar, or for weights, any more."""
@@ -438,6 +490,7 @@ class Hub:
                 more.append(("end", output.key, end_of(request)))
                 link.drop(output.key)
                 self._outputs.pop(request, None)
+                self._on_end(Ended.of(request))
         integers = packed(counts + parts + tokens + steps, keys)
         self._send(link, ("news", len(keys), more, numbers, integers))
 

@@ -37,6 +37,7 @@ class Remote:
         rows: of one of its last steps.
         on_totals: called with what other processes have done.
         on_drafter: called with the name of what drafts from now on.
+        on_learned: called with what came of learning.
         on_death: called when the engine has failed for good, with why, or None where its process
             has said so.
     """
@@ -47,6 +48,7 @@ class Remote:
         self.numbers, self.rows = Numbers(), Rows("", [])
         self.on_totals: Callable[[int, dict[str, Any]], object] = lambda number, totals: None
         self.on_drafter: Callable[[str], object] = lambda name: None
+        self.on_learned: Callable[[dict[str, Any]], object] = lambda learned: None
         self.on_death: Callable[[str | None], object] = lambda line: None
         self._open: dict[int, Handle] = {}
         self._listening: set[int] = set()
@@ -256,6 +258,9 @@ class Remote:
 
     def _take_rows(self, shape: str, spent: list[tuple[int, int]]) -> None:
         self.rows = Rows(shape, spent)
+
+    def _take_learned(self, learned: dict[str, Any]) -> None:
+        self.on_learned(learned)
 
     def _take_totals(self, number: int, totals: dict[str, Any]) -> None:
         self.on_totals(number, totals)

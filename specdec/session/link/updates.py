@@ -21,9 +21,6 @@ class Updates:
     Args:
         update: does it, by the name of a checkpoint.
         call: has something called where the engine is stepped.
-
-    Attributes:
-        drafter: name of what drafts, once it has changed.
     """
 
     def __init__(
@@ -32,7 +29,6 @@ class Updates:
         self._update, self._call = update, call
         self._busy = False
         self._thread: threading.Thread | None = None
-        self.drafter: str | None = None
         tell_of_exit(self)
 
     def begin(self, name: str, done: Done) -> None:
@@ -55,13 +51,10 @@ class Updates:
             self._update(name)
         except Exception as refused:
             error = refused
-        self._call(lambda: self._end(name, error, done))
+        self._call(lambda: self._end(error, done))
 
-    def _end(self, name: str, error: BaseException | None, done: Done) -> None:
+    def _end(self, error: BaseException | None, done: Done) -> None:
         self._busy = False
-        if error is None:
-            self.drafter = name
-            logger.warning("%s drafts from now on", name)
-        elif not isinstance(error, SpecDecError):
+        if error is not None and not isinstance(error, SpecDecError):
             logger.error("the drafter could not be updated", exc_info=error)
         done(error)

@@ -191,7 +191,9 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
             for one in fields(config)
             if getattr(made, one.name) == getattr(default, one.name)
         }
-        elsewhere = {"num_draft_tokens", "tree_nodes"} if config is SamplingParams else set()
+        elsewhere = (
+            {"num_draft_tokens", "tree_nodes", "store"} if config is SamplingParams else set()
+        )
         assert same <= {"seed", "logit_bias", "grammar"} | elsewhere, (
             f"{config.__name__} has fields without an option: {same}"
         )

@@ -193,7 +193,7 @@ def test_the_thinking_of_channels_is_counted() -> None:
     [
         ({"previous_response_id": "resp_1"}, "nothing is kept between requests"),
         ({"conversation": "c"}, "nothing is kept between requests"),
-        ({"store": True}, "nothing is kept; give false"),
+        ({"store": True}, "no later request can name a response"),
         ({"background": True}, "background is not offered"),
         ({"truncation": "auto"}, "prompts are never cut"),
         ({"top_logprobs": 3}, "gives log-probabilities"),
