@@ -1,13 +1,12 @@
 """Which device and type to compute in, and how much memory the cache may take by default."""
 
-import math
 import os
 import platform
-from pathlib import Path
 
 import torch
 
 from specdec.base.config import CacheDtype
+from specdec.base.cores import usable_cores
 from specdec.base.errors import InvalidInputError
 from specdec.device.amd_gpus import free_of_apu, why_unseen
 
@@ -28,34 +27,6 @@ def resolve_device(name: str = "auto") -> torch.device:
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     return device
-
-
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may keep busy, at least 1.
-
-    Torch counts the cores it may run on and does not see a container's quota of time on them.
-    Threads beyond the quota are stopped in turn while the others wait for them at the end of every
-    operation.
-
-    Args:
-        cgroup: where the kernel shows the limits of the process's control group, version 2 or 1.
-    """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    try:
-        if (cgroup / "cpu.max").exists():
-            quota, period = (cgroup / "cpu.max").read_text().split()
-        else:
-            quota, period = (
-                (cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text().strip()
-                for name in ("quota", "period")
-            )
-    except (OSError, ValueError):
-        return cores  # no control groups, or none that can be read: no limit is known
-    if quota in ("max", "-1"):
-        return cores
-    return min(cores, math.ceil(int(quota) / int(period)))
 
 
 def _find_device(name: str) -> torch.device:

@@ -8,12 +8,14 @@ import logging
 import os
 import sys
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
+from specdec.base.cores import usable_cores
 from specdec.base.errors import InvalidInputError
 from specdec.base.registry import PARTS, drafter_name, resolve
 from specdec.cli.fields import add_options, from_options
 from specdec.cli.options import engine_config, engine_options, load_decoder, model_options
-from specdec.serve.config import ServeConfig
+from specdec.serve.config import ServeConfig, fronts_for
 
 _EXAMPLES = """\
 examples:
@@ -56,17 +58,22 @@ def run(args: argparse.Namespace) -> int:
     from specdec.base.checkpoint.hub import unpinned
     from specdec.cli.progress import Phases
 
-    config = ServeConfig(**from_options(ServeConfig, args))
+    config, engine = ServeConfig(**from_options(ServeConfig, args)), engine_config(args)
+    if config.front_processes is None:
+        count = fronts_for(engine.max_num_seqs, usable_cores())
+        config = replace(config, front_processes=count)
+        if count > 1:
+            _say(f"{count} front processes speak HTTP; --front-processes says how many")
     sock = listen(config)  # a port that is taken is told before a model is loaded
     others = os.environ.get("RANK", "0") != "0"  # the leading rank serves
-    count = 0 if others else config.front_processes
+    count = 0 if others else config.num_fronts
     with closing(Fronts(count, sock, config)) as fronts, ExitStack() as left:
         drafter = drafter_name(args.drafter, args.model)
         learner = None
         if config.learn_from_requests is not None and not others:
             init = config.learn_device and resolve(PARTS, "learn", "part")(drafter)
             learner = left.enter_context(closing(Learner(config, args.model, init)))
-        with closing(load_decoder(args, args.drafter, engine_config(args))) as decoder:
+        with closing(load_decoder(args, args.drafter, engine)) as decoder:
             decoder.get_ready(Phases())
             setup = Setup(Facts.of(decoder), config, unpinned(args.model), drafter)
             url = take_connections(sock)

@@ -16,6 +16,13 @@ MAX_FRONTS = 64
 """Most processes that speak HTTP."""
 
 
+def fronts_for(max_num_seqs: int, cores: int) -> int:
+    """How many front processes serve that many requests decoded at once: one writes some 80,000
+    tokens per second of 256 streams, and needs a core.
+    """
+    return max(1, min(4, cores // 4, math.ceil(max_num_seqs / 64)))
+
+
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """Where a server listens, and how much it takes on.
@@ -23,7 +30,8 @@ class ServeConfig:
     Attributes:
         host: address to listen on; 0.0.0.0 stands for all addresses of the machine.
         port: to listen on; 0 takes a free one.
-        front_processes: that speak HTTP and make tokens of texts and back, beside the engine's.
+        front_processes: that speak HTTP and make tokens of texts and back, beside the engine's;
+            None takes one for every 64 requests decoded at once and every 4 cores, at most 4.
         served_model_name: name by which requests may call the model, and answers the first of them;
             none stands for that of the target.
         api_key: what clients send as a bearer token; None takes $SPECDEC_API_KEY, and without that
@@ -70,7 +78,7 @@ class ServeConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    front_processes: int = 1
+    front_processes: int | None = None
     served_model_name: tuple[str, ...] = ()
     api_key: str | None = None
     max_queue: int = 1024
@@ -162,9 +170,9 @@ class ServeConfig:
             "learn_every",
             *(name for name in self.__dataclass_fields__ if name.startswith("max_")),
         ):
-            if getattr(self, name) < 1:
-                raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.front_processes > MAX_FRONTS:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidInputError(f"{name} is {value}; it must be at least 1")
+        if self.num_fronts > MAX_FRONTS:
             raise InvalidInputError(
                 f"front_processes is {self.front_processes}; it must be at most {MAX_FRONTS}"
             )
@@ -173,3 +181,8 @@ class ServeConfig:
             allowed = seconds > 0 or (name == "drain_seconds" and seconds == 0)
             if not (math.isfinite(seconds) and allowed):
                 raise InvalidInputError(f"{name} is {seconds}; it must be a positive finite number")
+
+    @property
+    def num_fronts(self) -> int:
+        """Processes that speak HTTP; one where nobody has said."""
+        return self.front_processes or 1

@@ -88,7 +88,7 @@ class Front:
 
     def tell_others(self) -> None:
         """Tells other processes what this one has done, where there are any."""
-        if self.config.front_processes > 1:
+        if self.config.num_fronts > 1:
             self.count()
             if (now := self.totals.plain()) != self._sent:
                 self._sent = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ BACKLOG = 2048
 """Connections that the kernel keeps for us."""
 
 AT_ONCE = 64
-"""Connections that are taken from it between other work."""
+"""Connections that all fronts together take from it between other work; so each gets some."""
 
 LAST_SECONDS = 5
 """For answers to leave after the last output has ended or was cut."""
@@ -89,7 +90,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 lifespan="off",
                 ws="none",
-                backlog=AT_ONCE,
+                backlog=math.ceil(AT_ONCE / front.config.num_fronts),
                 timeout_keep_alive=front.config.keep_alive_seconds,
                 timeout_graceful_shutdown=LAST_SECONDS,
             )

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.device.device import resolve_device, usable_cores
+from specdec.base.cores import usable_cores
+from specdec.device.device import resolve_device
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

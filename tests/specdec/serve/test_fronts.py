@@ -21,7 +21,7 @@ import pytest
 
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.stream import Wire
-from specdec.serve.config import ServeConfig
+from specdec.serve.config import ServeConfig, fronts_for
 from specdec.serve.processes.setup import Setup
 from specdec.session.link.channel import MAX_BYTES, Channel, Facts, packed, unpacked
 from specdec.session.link.hub import Hub, Link
@@ -49,9 +49,20 @@ with closing(Fronts(config.front_processes, sock, config)) as fronts:
     setup = Setup(Facts.of(decoder), config, "tiny")
     sys.exit(fronts.serve(decoder, setup, lambda: print(url, flush=True)))
 """
+
 LONG = {"prompt": "abc", "max_tokens": 480, "ignore_eos": True, "temperature": 0, "n": 64}
 SHORT = {"prompt": "abc", "max_tokens": 3, "temperature": 0}
 URL = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "cores", "fronts"),
+    [(1, 64, 1), (64, 64, 1), (65, 64, 2), (256, 64, 4), (256, 16, 4), (256, 8, 2), (256, 2, 1)],
+)
+def test_many_requests_have_more_fronts_where_there_are_cores(
+    max_num_seqs: int, cores: int, fronts: int
+) -> None:
+    assert fronts_for(max_num_seqs, cores) == fronts
 
 
 @contextmanager
