@@ -209,24 +209,28 @@ class _Clock:
         self.latencies: list[Latency | None] = [None] * len(requests)
         # One that decoding for room in the queue has begun with has an unknown start.
         self._waiting = deque((i, r) for i, r in enumerate(requests) if r.status is Status.WAITING)
-        self._open: list[tuple[int, Request]] = []
+        self._silent: list[tuple[int, Request]] = []  # with a place, and no token yet
+        self._writing: list[tuple[int, Request]] = []
         self._started: dict[int, float] = {}
         self._first: dict[int, float] = {}
         self._before = time.perf_counter()
 
     def look(self) -> None:
         """Called after every step; a request that it gave a place began where the step did."""
-        now, still = time.perf_counter(), []
+        now = time.perf_counter()
         while self._waiting and self._waiting[0][1].status is not Status.WAITING:
             index, request = self._waiting.popleft()
             self._started[index] = self._before
-            self._open.append((index, request))
-        for index, request in self._open:
-            if request.output_token_ids:
-                self._first.setdefault(index, now)
-            if request.status is not Status.FINISHED:
-                still.append((index, request))
-            elif index in self._first:
-                start = self._started[index]
-                self.latencies[index] = Latency(self._first[index] - start, now - start)
-        self._open, self._before = still, now
+            self._silent.append((index, request))
+        begun = [one for one in self._silent if one[1].output_token_ids]
+        if begun:
+            self._silent = [one for one in self._silent if not one[1].output_token_ids]
+            self._first |= dict.fromkeys((index for index, _ in begun), now)
+            self._writing += begun
+        ended = [index for index, one in self._writing if one.status is Status.FINISHED]
+        for index in ended:
+            start = self._started[index]
+            self.latencies[index] = Latency(self._first[index] - start, now - start)
+        if ended:
+            self._writing = [one for one in self._writing if one[1].status is not Status.FINISHED]
+        self._before = now
