@@ -30,6 +30,7 @@ from specdec.attention.backend import AttentionBackend, Visibility
 from specdec.attention.mla import MlaBackend
 from specdec.base.config import DraftSampling
 from specdec.base.errors import InvalidInputError
+from specdec.device.meta import shapes_alone
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec
 from specdec.layers.rotary.rotary import Angles, Rope
 from specdec.model.batch import DecodeBatch, PrefillBatch
@@ -385,7 +386,7 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
             "the dflash drafter needs a checkpoint; give its folder or hub name"
         )
     config, tensors = read_checkpoint(path)
-    with torch.device("meta"):
+    with shapes_alone():
         model = DFlashModel(
             config,
             own_embeddings="embed_tokens.weight" in tensors,

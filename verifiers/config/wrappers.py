@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from specdec.base.errors import CheckpointError
+from specdec.device.meta import shapes_alone
 from verifiers.config.families import READ_AS
 from verifiers.config.names import EMBEDDING, HEAD, TEXT_PART
 
@@ -162,7 +163,7 @@ def shapes_of(config: Any) -> dict[str, torch.Size]:
     """
     own = text_class(config)
     found: Any = own or bare_class(config)
-    with torch.device("meta"), warnings.catch_warnings():
+    with shapes_alone(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element")  # an error of ours below
         model: nn.Module = found(config)
     # those that layers share once, under the first name

@@ -28,6 +28,7 @@ from drafters.keys import require
 from drafters.vocabulary import check_map, drafted, without_full_map
 from specdec.base.checkpoint.tensor_files import read_pickle
 from specdec.base.errors import CheckpointError
+from specdec.device.meta import shapes_alone
 
 _MASK = "mask_embedding.pt"
 
@@ -144,7 +145,7 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
         CheckpointError: sizes beyond what a tensor can have.
     """
     try:
-        with torch.device("meta"):
+        with shapes_alone():
             state = DFlashModel(config).state_dict()
     except RuntimeError as error:  # torch counts bytes in 64 bits
         raise CheckpointError(

@@ -15,6 +15,7 @@ from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.loss.sharding import is_sharded
 from drafters.training.optimizer import owners_of
+from specdec.device.meta import shapes_alone
 
 LOGIT_BYTES = 16
 """Bytes of a row and token in the loss: logits, their gradient, and three copies in float32."""
@@ -70,7 +71,7 @@ def memory_of(
         world: processes.
         dtype: of the drafter's forward.
     """
-    with torch.device("meta"):
+    with shapes_alone():
         model = DFlashModel(shape).to(dtype)
     shapes = tensor_shapes(shape)
     sizes = {name: math.prod(sides) for name, sides in shapes.items()}
