@@ -25,7 +25,7 @@ from verifiers.gguf.file import GgufFiles
 
 KEYS = "tokenizer.ggml."
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """Types of tokens."""
 
 Pair = tuple[str, str]
@@ -163,12 +163,15 @@ class _Vocabulary:
         if not self._model or self._model == "none" or not isinstance(tokens, list):
             way_out = "take a file that does, as those of llama.cpp's converter"
             raise CheckpointError(f"{self._name!r} holds no tokenizer; {way_out}")
-        self._tokens: list[str] = tokens
-        kinds = self._get("token_type") or [NORMAL] * len(tokens)
+        tokens = self._tokens = list(tokens)
+        kinds = list(self._get("token_type") or [NORMAL] * len(tokens))
         if len(kinds) != len(tokens):
             counts = f"{len(tokens)} tokens and types of {len(kinds)}"
             raise CheckpointError(f"{self._name!r} has {counts}; fetch it again")
-        self._kinds: list[int] = kinds
+        self._kinds = kinds
+        # The converter fills the embedding's rows up with names; the model's own tokenizer has none.
+        while tokens and kinds[-1] == UNUSED and tokens[-1] == f"[PAD{len(tokens) - 1}]":
+            del tokens[-1], kinds[-1]
         self._pre = self._get("pre") or "default"
 
     def tokenizer(self) -> Tokenizer:

@@ -95,6 +95,17 @@ def test_every_split_keeps_texts_whole(pre: str, tmp_path: Path) -> None:
     assert own.decode(own.encode(TEXT)) == TEXT or pre in ("qwen2", "qwen35", "deepseek-r1-qwen")
 
 
+def test_rows_that_only_fill_the_embeddings_up_are_no_tokens(tmp_path: Path) -> None:
+    """As in the model's own tokenizer; one that has a word of its own stays."""
+    keys = byte_level("qwen2")
+    count = len(keys["ggml.tokens"])
+    keys["ggml.tokens"] += [f"[PAD{count}]", "kept", *(f"[PAD{count + i}]" for i in (2, 3))]
+    keys["ggml.token_type"] += [5] * 4
+    _, own = opened(tmp_path, keys)
+    assert len(own) == count + 2
+    assert own.convert_ids_to_tokens(count + 1) == "kept"
+
+
 def test_digits_and_han_are_split_by_name(tmp_path: Path) -> None:
     """What models were trained with: one, three or all digits at a time."""
 
