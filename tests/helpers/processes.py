@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process, which ends with the block that has it: one whose test fails holds up none."""
+    with subprocess.Popen(command, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def _parents() -> dict[int, int]:

@@ -28,6 +28,7 @@ from specdec.session.drafter_choice import find_drafter
 from specdec.session.outputs import GenerationResult
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
+from tests.helpers.processes import started
 from tests.helpers.tiny_models import random_prompts
 from tests.helpers.waiting import HANG, in_time, wait_until
 
@@ -315,7 +316,7 @@ def test_a_rank_of_torchrun_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyP
     """And those who wait for it are told."""
     monkeypatch.setattr(workers, "LOOK", 0.01)
     executor: Any = SimpleNamespace(ended=None)
-    with subprocess.Popen(["sleep", "600"]) as stopped, subprocess.Popen(["sleep", "600"]) as other:
+    with started(["sleep", "600"]) as stopped, started(["sleep", "600"]) as other:
         monkeypatch.setattr(
             launch, "_lost", lambda executor, line: executor.__dict__.update(ended=line)
         )

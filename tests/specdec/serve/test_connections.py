@@ -19,6 +19,7 @@ from specdec.cli.main import main
 from specdec.serve.config import ServeConfig
 from specdec.serve.connections import PIECES, Connections
 from tests.helpers.live_server import Live, live_server
+from tests.helpers.processes import started
 from tests.helpers.waiting import HANG, wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -286,9 +287,7 @@ def test_the_first_signal_drains_and_the_second_ends(signals: list[int], status:
         "-c",
         f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n{SERVE}",
     ]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         url = process.stdout.readline().strip()
         long = {
@@ -326,7 +325,7 @@ def test_a_server_that_does_not_end_is_ended() -> None:
         "import specdec.serve.server as s, threading\ns.LAST_SECONDS ="
         " 0.5\nthreading.Thread(target=threading.Event().wait).start()" + code
     )
-    with subprocess.Popen(
+    with started(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -26,7 +26,7 @@ from specdec.serve.processes.setup import Setup
 from specdec.session.link.channel import MAX_BYTES, Channel, Facts, packed, unpacked
 from specdec.session.link.hub import Hub, Link
 from tests.helpers.live_server import live_server, tiny_decoder
-from tests.helpers.processes import below
+from tests.helpers.processes import below, started
 from tests.helpers.waiting import HANG, wait_until
 
 SERVE = """
@@ -72,7 +72,7 @@ def serving(fronts: int, first: str = "") -> Iterator[tuple[subprocess.Popen[str
     """
     command = [sys.executable, "-c", SERVE, str(fronts), first]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as server:
+    with started(command, **pipes) as server:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
         assert url.startswith("http"), server.communicate()[1]

@@ -24,6 +24,7 @@ from specdec.cli.main import main
 from specdec.serve.config import ServeConfig
 from specdec.serve.server import listen, take_connections
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder
+from tests.helpers.processes import started
 from tests.helpers.waiting import HANG, gated, wait_until
 
 LONG = {"prompt": "abc", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
@@ -280,7 +281,7 @@ def test_the_command_serves_the_embedded_model_and_ends_at_sigterm() -> None:
         "--drafter",
         "ngram",
     ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with started(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = next(line for line in process.stderr if " at http" in line)
         with openai.OpenAI(base_url=line.split()[-1], api_key="x") as client:

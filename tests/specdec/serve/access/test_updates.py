@@ -23,6 +23,7 @@ from specdec.base.errors import InvalidInputError
 from specdec.serve.config import ServeConfig
 from tests.evals.tiny import save_tiny
 from tests.helpers.live_server import Live, live_server
+from tests.helpers.processes import started
 from tests.helpers.tiny_models import plain_model, tiny_tokenizer
 from tests.helpers.waiting import HANG, wait_until
 
@@ -204,7 +205,7 @@ def test_all_fronts_are_told(folders: Path) -> None:
     words += ["--device", "cpu", "--drafter", folders / "drafters" / "random", "-k", "3"]
     words += ["--front-processes", "2", "--drafter-updates", folders / "drafters"]
     key = {**os.environ, "SPECDEC_API_KEY": "secret"}
-    with subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True, env=key) as server:
+    with started([*map(str, words)], stderr=subprocess.PIPE, text=True, env=key) as server:
         assert server.stderr is not None
         try:
             found = None
