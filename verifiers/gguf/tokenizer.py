@@ -169,7 +169,7 @@ class _Vocabulary:
             counts = f"{len(tokens)} tokens and types of {len(kinds)}"
             raise CheckpointError(f"{self._name!r} has {counts}; fetch it again")
         self._kinds = kinds
-        # The converter fills the embedding's rows up with names; the model's own tokenizer has none.
+        # The converter names rows that only fill the embeddings up; the model's tokenizer has none.
         while tokens and kinds[-1] == UNUSED and tokens[-1] == f"[PAD{len(tokens) - 1}]":
             del tokens[-1], kinds[-1]
         self._pre = self._get("pre") or "default"

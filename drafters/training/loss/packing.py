@@ -18,7 +18,7 @@ def rows_of(lengths: Sequence[int], length: int) -> list[list[int]]:
     Rows have like numbers of sequences, since all rows are given as many blocks as the fullest.
 
     >>> rows_of([3, 8, 2, 4, 6, 1], 10)
-    [[1, 2], [4, 5], [3, 0]]
+    [[1, 5], [4, 2], [3, 0]]
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     for count in range(max(-(-sum(lengths) // length), 1), len(lengths) + 1):

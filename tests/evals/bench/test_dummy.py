@@ -43,6 +43,7 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3.5-35b-a3b": 34_660_610_688,
     "qwen3.5-9b": 8_953_803_264,
+    "qwen3.6-27b": 26_895_998_464,
 }
 """As the model cards count them; of Gemma and Qwen3.5 the text model alone."""
 

@@ -302,14 +302,14 @@ def read(name):
 import threading
 begun = threading.Event()
 updates = Updates(read, lambda call: call())
-updates.begin("another", lambda error: None)
+updates.begin("another", lambda error: print(f"read, {error}", file=sys.stderr))
 begun.wait()
 sys.exit(3)
 """
 
 
 def test_a_program_that_ends_while_weights_are_read_ends_with_its_own_status() -> None:
-    assert end_of(UPDATING) == (3, "another drafts from now on\n")
+    assert end_of(UPDATING) == (3, "read, None\n")
 
 
 ASKED_TWICE = """

@@ -37,7 +37,7 @@ def test_recipes_are_read(path: Path) -> None:
     """And say what they are called after."""
     config = build_config({"out": "x"}, str(path))
     algorithm = "dflash" if (head := new_head(config)) is None else head.algorithm
-    named = {"small_target": "dspark", "target_1.5b": "dspark"}
+    named = {"learn": "dflash", "small_target": "dspark", "target_1.5b": "dspark"}
     assert algorithm == named.get(path.stem, path.stem)
 
 
