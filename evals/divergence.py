@@ -50,7 +50,9 @@ def explain_divergence(
     plain: Sequence[int],
     speculative: Sequence[int],
 ) -> Divergence:
-    """What the target made of the tokens before `position`, where outputs of an `index` part."""
+    """What the target made of the tokens before `position`, where the two outputs of prompt number
+    `index` part.
+    """
     logits = decoder.next_token_logits([*prompt, *plain[:position]])
     largest, second = logits.topk(2).values.tolist()
     _, exponent = math.frexp(largest)

@@ -1,4 +1,6 @@
-"""Prompt sets for measurements: public ones, local files, and some of the package or Python."""
+"""Prompt sets for measurements: public ones by hub name or local file, and some that come with the
+package or with Python.
+"""
 
 import hashlib
 import json
@@ -239,7 +241,9 @@ def parse_data(pairs: Sequence[str], names: Sequence[str], option: str) -> dict[
 
 
 def read_bundled() -> dict[str, list[Row]]:
-    """The problems that come with the package: `problems`, and worked `examples`."""
+    """The problems that come with the package: `problems` to ask, and worked `examples` for
+    few-shot prompts.
+    """
     content: dict[str, list[Row]] = json.loads(BUNDLED_FILE.read_text(encoding="utf-8"))
     return content
 

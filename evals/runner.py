@@ -18,7 +18,9 @@ from specdec.session.handle import Handle
 from specdec.session.session import Session
 
 OnStep = Callable[[list[Request]], None]
-"""Called after every step with all requests of the current turn; its time is measured, too."""
+"""Called after every step with all requests of the current turn; its time is part of the
+measurement.
+"""
 
 OnTurn = Callable[[int, int], OnStep]
 """Called before every turn with its number, from 0, and how many conversations have it."""
@@ -26,7 +28,9 @@ OnTurn = Callable[[int, int], OnStep]
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds of one request from its place on: to its first token, and to its last."""
+    """Seconds of one request from where it gets its place among those that are decoded at once: to
+    its first token, and to its last.
+    """
 
     first: float
     last: float
@@ -62,7 +66,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass: `answers` by turn in the order of items, seconds with prefill."""
+    """One pass of a set: `answers`, turn by turn in the order of the items, and the seconds of
+    decoding, prefill included.
+    """
 
     answers: list[Answer]
     seconds: float
@@ -133,7 +139,9 @@ def run_set(
 def max_total_tokens(
     decoder: SpecDecoder, prompts: PromptSet, max_tokens: int, *, raw: bool = False
 ) -> int:
-    """Upper bound of prompt and output together over all items and turns, to size a cache."""
+    """Upper bound of prompt and output together, over all items and turns, so that a cache need not
+    be made for more.
+    """
     longest = 0
     for item in prompts.items:
         turns = item.turns[:1] if raw else item.turns
@@ -157,7 +165,9 @@ def _decode(
     samplings: Sequence[SamplingParams],
     on_step: OnStep | None,
 ) -> list[Decoded]:
-    """Queues everything and steps until it is done; leaves the engine empty, come what may."""
+    """Queues everything at once and steps until all of it is done; whatever ends this early leaves
+    the engine empty.
+    """
     handles: list[Handle] = []
     try:
         for prompt, sampling in zip(inputs, samplings, strict=True):

@@ -1,4 +1,6 @@
-"""The one definition of every printed speed: tokens and seconds of repeats, and time by part."""
+"""The one definition of every speed that is printed: tokens and seconds of repeated runs, and where
+their time went.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""What answers the prompts of an evaluation: an engine in this process, or a cluster's."""
+"""What answers the prompts of an evaluation: an engine in this process, or the engines of a
+cluster.
+"""
 
 from __future__ import annotations
 

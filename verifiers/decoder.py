@@ -1,4 +1,6 @@
-"""A model on our own decoder stack: transformers' weights and maths, in fewer operations."""
+"""A model on our own decoder stack as the target: the same weights and maths as transformers'
+modules, in fewer operations.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -170,7 +172,9 @@ class DecoderVerifier:
     def hidden(
         self, rows: ForwardInput, caches: Sequence[Any], taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states [T, H] after the final norm, and outputs [T, H] of the layers in `taps`."""
+        """Hidden states [T, H] after the final norm, and the raw outputs [T, H] of the layers in
+        `taps`.
+        """
         embeddings = self._embedding(self._ops, rows.token_ids, self.embedding_scale)
         angles = self._decoder.angles(rows.position_ids, self.dtype, rows.rope_lens)
         inputs = (

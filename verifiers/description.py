@@ -1,4 +1,6 @@
-"""What tells one family of decoders from another, beside its tensors and its config's sizes."""
+"""What tells one family of decoders from another,
+beside its tensors and the sizes in its config.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ from specdec.layers.experts.routing import Routing
 
 
 class NormNames(NamedTuple):
-    """Names of a layer's norms by place, None for none. See `layers.decoder.DecoderLayer`."""
+    """Names of a layer's norms, by place; None where there is none. See
+    `specdec.layers.decoder.DecoderLayer`.
+    """
 
     input: str | None
     attention: str | None  # of what attention puts out

@@ -1,4 +1,6 @@
-"""Among how many ranks a target can be divided, and what each has of its weights, by config."""
+"""Among how many ranks a target can be divided, and what each has of its weights, told from its
+config.
+"""
 
 from collections.abc import Mapping
 from math import prod

@@ -9,7 +9,9 @@ from specdec.base.errors import CheckpointError
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Window of each decoder layer, None for full: a row sees positions less than it away."""
+    """Sliding window of each decoder layer in tokens, None for full attention: a row sees positions
+    less than a window away.
+    """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         kinds = [
@@ -26,7 +28,9 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 
 
 def declared(config: Any, name: str, default: Any = None) -> Any:
-    """An entry that transformers has for models of this type; models know no others."""
+    """An entry that transformers has for models of this type; of others its models know nothing,
+    whatever a file says.
+    """
     kind: Any = type(config)
     known = not isinstance(config, PreTrainedConfig) or _has(kind, name)
     return getattr(config, name, default) if known else default

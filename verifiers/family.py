@@ -8,7 +8,9 @@ from verifiers.description import Description, ExpertLayout
 from verifiers.gguf.entries import Gguf
 
 Describe = Callable[[Any, Mapping[str, Any]], Description | None]
-"""Describes a model from its config and what all share; None where our layers lack a part."""
+"""Describes a model from its config and from what is read off all of them; None where our layers
+lack a part of it.
+"""
 
 
 class Sizes(NamedTuple):

@@ -1,4 +1,6 @@
-"""Any decoder-only Hugging Face model as the target: packed, on our paged cache, with taps."""
+"""Any decoder-only Hugging Face model as the target: packed forwards on our paged cache, with
+tapped decoder layers.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -194,7 +196,9 @@ class HFVerifier:
 
     @property
     def weight_bytes(self) -> int:
-        """See `Verifier.weight_bytes`. Few rows of embeddings are read, unless the head's."""
+        """See `Verifier.weight_bytes`. Of embeddings only a few rows are read, unless they are the
+        head's, too.
+        """
         total = sum(parameter.nbytes for parameter in self.model.parameters()) + sum(
             b.nbytes for b in self.model.buffers()
         )
@@ -255,7 +259,9 @@ class HFVerifier:
         return logits
 
     def _tap(self, layers: Sequence[int]) -> None:
-        """Hooks new decoder layers for raw outputs: transformers' hidden states end normed."""
+        """Hooks decoder layers not hooked yet. A hook sees the raw output; `output_hidden_states`
+        would end with a normed one.
+        """
         for layer in layers:
             if layer not in self._hooked:
                 if layer == -1:
@@ -275,7 +281,9 @@ class HFVerifier:
 
 
 def _keep_frequencies(model: nn.Module) -> None:
-    """Has RoPE of type "dynamic" not look at positions, for which the host would wait."""
+    """Makes RoPE of type "dynamic" what it is where it does not stretch; to look at positions, the
+    host would wait.
+    """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):

@@ -1,4 +1,6 @@
-"""The function for transformers' AttentionInterface: each layer's query, key, value to us."""
+"""The function registered with transformers' AttentionInterface: hands each layer's query, key and
+value to our backend.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ no masks: causality and windows are the backend's business."""
 
 @dataclass(frozen=True, slots=True)
 class PagedForward:
-    """What the attention layers of one forward need; the model call's keyword argument `paged`."""
+    """What the attention layers of one forward need, each its own; travels as the keyword argument
+    `paged` of the model call.
+    """
 
     backends: Sequence[AttentionBackend]
     plans: Sequence[Any]

@@ -159,7 +159,9 @@ def _understood(
     fuse: bool,
     options: dict[str, Any],
 ) -> tuple[Any, Any, Shard | None, AttentionSpec | MlaSpec]:
-    """The config of a target, its text part's, this rank's shard, and the backend asked for."""
+    """The config of a target, that of its text part, this rank's shard, and what it asks of an
+    attention backend.
+    """
     from verifiers.config.wrappers import config_of, read_config, text_config
     from verifiers.support import check_supported
 
@@ -237,7 +239,9 @@ def _shard(config: Any, group: Group, name: str, fuse: bool) -> Shard:
 
 
 def _own(reading: _Reading, fuse: bool) -> Verifier | None:
-    """A target on our own layers, with weights from files; None where transformers' have to."""
+    """A target on our own layers, which take its weights from the files; None where transformers'
+    modules have to.
+    """
     from verifiers.config.wrappers import say_text_only
 
     config = reading.config
@@ -276,7 +280,9 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
 
 
 def _theirs(reading: _Reading, fuse: bool) -> Verifier:
-    """A target of transformers' modules; quantized weights become plain numbers before."""
+    """A target whose modules transformers makes; quantized weights become plain numbers before it
+    sees them.
+    """
     from verifiers.config.wrappers import say_text_only
     from verifiers.hf import verifier_for
 
@@ -337,5 +343,7 @@ def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
 
 
 def _read_config(path: Path) -> Any:
-    """The entries of config.json as attributes; transformers' class would import much more."""
+    """The entries of config.json as attributes; transformers' own class would import much of its
+    model code.
+    """
     return SimpleNamespace(**json.loads((path / "config.json").read_text()))

@@ -1,4 +1,6 @@
-"""Whether, and on what, a target would run, and what it takes: told from its config files."""
+"""Whether a target would run, on what, and what it would take: told from its config files, before
+any weight is fetched.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +40,8 @@ from verifiers.weights.gguf import PLAIN, kinds_of, memory_of
 from verifiers.weights.tokenizer import WHOLE, tokenizer_in, tokenizer_reasons
 
 ROOM = 0.9
-"""Part of a GPU's memory for weights; cache, drafter and activations need the rest."""
+"""Part of a GPU's memory that weights may take; the cache, a drafter and activations need the rest.
+"""
 
 OWN, THEIRS = "our own layers", "transformers' modules"
 
@@ -262,7 +265,9 @@ def _gpus(weights: int, gpu_bytes: int) -> int:
 
 
 def _too_large(gpus: int, gpu_bytes: int, ranks: Mapping[int, int], max_gpus: int) -> list[str]:
-    """What is said of weights that so many GPUs do not hold; `ranks` of `Needs`, if known."""
+    """What is said of weights that so many GPUs do not hold; `ranks` are those of `Needs`, none
+    where it is not known.
+    """
     if gpus <= max_gpus and not ranks:
         return []
     counts = [str(count) for count in ranks if 1 < count <= max_gpus]

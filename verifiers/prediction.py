@@ -1,4 +1,6 @@
-"""Building a target's layers for multi-token prediction, from its own or another checkpoint."""
+"""Building a target's layers for multi-token prediction, from its own checkpoint or from one that
+was made for it.
+"""
 
 import copy
 import re
@@ -271,7 +273,9 @@ def _common(
     builder: LayerBuilder,
     weights: Weights,
 ) -> dict[str, Any]:
-    """What all kinds of `PredictionLayers` have; a tensor left in `weights` is one too many."""
+    """What all kinds of `PredictionLayers` have; every tensor that is left in `weights` is one too
+    many.
+    """
     layers = [
         builder.layer(index, weights.under(f"model.layers.{index}."))
         for index in range(own.num_hidden_layers)
@@ -308,7 +312,9 @@ def _read(
     shapes: Mapping[str, Sequence[int]],
     extra: Mapping[str, Sequence[int]],
 ) -> Weights:
-    """Weights of the layers, `shapes` being a whole model's, and `extra` ones by modules."""
+    """The weights of the layers, whose `shapes` are those of a whole model, and `extra` ones by the
+    names of their modules.
+    """
     as_stored = verifier.checkpoint is not None and verifier.checkpoint.as_stored
     weights = read_named(
         folder, config, name, device=verifier.device, dtype=verifier.dtype, as_stored=as_stored
@@ -324,7 +330,9 @@ def _read(
 
 
 def _backend(verifier: DecoderVerifier, config: Any) -> AttentionBackend | MlaBackend:
-    """The target's kind of attention for these layers: the very one if they are alike."""
+    """The target's kind of attention, for these layers: the very one where they are like the
+    target's.
+    """
     shared = verifier.attention.spec
     same = ("device", "dtype", "block_size", "cache_dtype", "fp8_prefill")
     options = {name: getattr(shared, name) for name in same if hasattr(shared, name)}

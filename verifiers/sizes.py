@@ -18,7 +18,9 @@ _ALWAYS_PLAIN = (
 
 
 def parameters(config: PreTrainedConfig) -> dict[str, int]:
-    """Numbers in every tensor of a text model, from its config; tied ones count once."""
+    """Numbers in every tensor of a text model, made without memory from its config; tied ones count
+    once.
+    """
     return {name: shape.numel() for name, shape in shapes_of(config).items()}
 
 

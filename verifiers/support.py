@@ -188,7 +188,9 @@ def _weight_reasons(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def _position_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:
-    """LongRoPE looks at a batch's longest sequence in transformers; our layers at each request."""
+    """LongRoPE looks at the longest sequence of a batch in transformers; our own layers look at
+    each request alone.
+    """
     lengths = {
         rope["original_max_position_embeddings"]
         for rope in rope_kinds(config)
@@ -202,7 +204,9 @@ def _position_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
-    """A config entry; None when absent, or when layers differ in it, which is reported apart."""
+    """A config entry; None when it is absent, or when layers differ in it, which is reported on its
+    own.
+    """
     if name in (getattr(config, "per_layer_attributes", None) or ()):
         return None
     return getattr(config, name, None)

@@ -7,7 +7,9 @@ from evals.prompt_sets import BUNDLED, BUNDLED_FILE, read_bundled
 
 
 def bundled_task(folder: Path) -> dict[str, Any]:
-    """The bundled problems as a task: worked examples before a question, GSM8K's filters."""
+    """The bundled problems as a task: worked examples before the question, and the filters of
+    GSM8K's task.
+    """
     return {
         "task": BUNDLED,
         "dataset_path": "json",

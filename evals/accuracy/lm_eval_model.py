@@ -143,7 +143,9 @@ class SpecdecLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands before a text without context: the beginning-of-sequence id, else the end's."""
+        """What stands before a text without context: the beginning-of-sequence id, else the
+        end-of-sequence id.
+        """
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -155,7 +157,9 @@ class SpecdecLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; by default with special tokens, unless the text begins with one."""
+        """Token ids; without an order, the tokenizer decides on special tokens unless the text
+        begins with one already.
+        """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(
                 self.tokenizer.decode([self.prefix_token_id])
@@ -174,7 +178,9 @@ class SpecdecLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A chat as one text; without `add_generation_prompt` its last message stays open."""
+        """A chat as one text; without `add_generation_prompt` its last message stays open, to be
+        continued.
+        """
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": not add_generation_prompt,
@@ -187,7 +193,9 @@ class SpecdecLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Log-probability and greediness of each continuation; contexts are cut from the left."""
+        """Log-probability and greediness of each continuation after its context, cut from the left
+        where it is too long.
+        """
         if self.decoder is None:
             raise InvalidInputError(
                 "given texts are scored by one engine, not by a cluster; leave out --ray"
@@ -216,7 +224,9 @@ class SpecdecLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of whole texts, scored in windows of `max_length` without overlap."""
+        """Log-probability of whole texts, in windows of `max_length` that do not overlap in what
+        they score.
+        """
         results = []
         for (text,) in [request.args for request in requests]:
             windows = get_rolling_token_windows(
@@ -233,7 +243,9 @@ class SpecdecLM(TemplateLM):
         return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers up to a stop string; all requests are queued at once and batched continuously."""
+        """Answers up to a stop string; all requests are queued at once, whatever their arguments,
+        and batched continuously.
+        """
         samplings = [
             self._sampling(request.args[1], self._seed + index)
             for index, request in enumerate(requests)
@@ -275,7 +287,9 @@ class SpecdecLM(TemplateLM):
         return texts
 
     def _answer(self, arguments: Mapping[str, Any], sample: Sample) -> str:
-        """What a sample says behind its thinking, where that is looked for, up to a stop string."""
+        """What a sample says behind its thinking, up to a stop string; all of it where thinking is
+        not looked for.
+        """
         if self._think_end is None:
             return sample.text
         text, tokens = sample.text, sample.token_ids
@@ -290,7 +304,9 @@ class SpecdecLM(TemplateLM):
         return min((text.partition(stop)[0] for stop in stops if stop), key=len, default=text)
 
     def _prompt(self, context: str, sampling: SamplingParams) -> list[int]:
-        """Token ids of a prompt, cut from the left to leave room, as lm-eval's models do."""
+        """Token ids of a prompt; one that leaves no room for the answer loses its beginning, as
+        with lm-eval's own models.
+        """
         room = self.max_length - sampling.max_tokens
         if room < 1:
             raise InvalidInputError(

@@ -1,4 +1,6 @@
-"""One generated answer of an evaluation: what it is known by, and how a journal keeps it."""
+"""One generated answer of an evaluation: what it is known by, and how the journal of a run keeps
+it.
+"""
 
 from __future__ import annotations
 

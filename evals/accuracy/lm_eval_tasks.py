@@ -1,4 +1,6 @@
-"""Tasks of lm-eval for `specdec eval`: found by name, fed from local files, checked early."""
+"""Tasks of lm-eval for `specdec eval`: found by name, fed from local files where asked, checked
+before anything is loaded.
+"""
 
 from __future__ import annotations
 

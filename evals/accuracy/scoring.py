@@ -1,4 +1,6 @@
-"""Log-probabilities of given tokens under the target, in packed forwards with their own cache."""
+"""Log-probabilities of given tokens under the target,
+in packed forwards with a cache of their own.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ from specdec.parallel.plain import on_ranks
 from specdec.session.decoder import SpecDecoder
 
 MAX_ROWS = 1024
-"""Rows per forward: enough to keep a device busy, few enough for logits to fit its memory."""
+"""Rows per forward: enough to keep a device busy, few enough that their logits over a large
+vocabulary fit its memory.
+"""
 
 
 class Scored(NamedTuple):
-    """Sum of the log-probabilities of the scored tokens, and whether each was most likely."""
+    """Sum of the log-probabilities of the scored tokens,
+    and whether each was the most likely one.
+    """
 
     log_probability: float
     is_greedy: bool
@@ -56,7 +62,9 @@ def score(decoder: SpecDecoder, sequences: Sequence[tuple[Sequence[int], int]]) 
 @on_ranks
 @torch.inference_mode()
 def _score_batch(verifier: Verifier, batch: list[tuple[Sequence[int], int]]) -> list[Scored]:
-    """One forward for at most `MAX_ROWS` rows; a longer sequence alone takes several."""
+    """One forward when the batch has at most `MAX_ROWS` rows; a longer sequence stands alone and
+    takes several.
+    """
     # The last token has nothing to predict.
     lengths = [len(token_ids) - 1 for token_ids, _ in batch]
     cache = ScratchCache(verifier, lengths)

@@ -1,1 +1,3 @@
-"""`specdec bench` and `specdec generate --compare`: speed and acceptance beside plain decoding."""
+"""`specdec bench` and `specdec generate --compare`: speed and acceptance, beside plain decoding in
+the same run.
+"""

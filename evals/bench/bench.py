@@ -1,4 +1,6 @@
-"""`specdec bench`: acceptance and speed over prompt sets, beside plain decoding of the same run."""
+"""`specdec bench`: acceptance and speed over prompt sets, every figure beside plain decoding
+measured in the same run.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ SPLIT_TOKENS = 64
 """Output tokens of each, at most."""
 
 Progress = Callable[[str, int], OnStep]
-"""Makes what follows one turn of a pass; called with what runs, and how many conversations."""
+"""Makes what follows one turn of a pass; called with what is running and the number of its
+conversations.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,7 +210,9 @@ class Bench:
         return rows
 
     def _roofline(self, side: _Side, concurrency: int) -> dict[str, Any] | None:
-        """What memory alone would allow; none for peers, or where rows of a step change."""
+        """What memory alone would allow; a peer's weights may lie otherwise, and the rows of a step
+        may change, so these have none.
+        """
         if side.peer or str(side.k).startswith("auto") or side.decoder.engine.runner.budget:
             return None
         answers = side.passes[0].answers
@@ -255,7 +261,9 @@ def _ask(
     samplings: Sequence[SamplingParams],
     on_step: OnStep | None,
 ) -> list[Decoded]:
-    """A peer in the place of an engine; it tells nothing of its steps."""
+    """A peer in the place of an engine, told what the engine takes of the checkpoint's; it tells
+    nothing of its steps.
+    """
     samplings = [
         defaults.fill(sampling, len(prompt))
         for prompt, sampling in zip(prompts, samplings, strict=True)

@@ -35,7 +35,9 @@ Progress = Callable[[str, int, int], None]
 
 
 class Plan(NamedTuple):
-    """What one of the machines finds out for all: whether and with what the sweep can be run."""
+    """What one of the machines finds out for all: whether the sweep can be run, and what it is run
+    with.
+    """
 
     drafters: list[str]
     longest: list[int]

@@ -1,4 +1,6 @@
-"""`specdec bench --dummy-weights`: prefill and steps with random weights, beside vLLM."""
+"""`specdec bench --dummy-weights`: how long prefill and steps of a shape take with random weights,
+beside vLLM at that shape.
+"""
 
 from __future__ import annotations
 
@@ -230,7 +232,9 @@ class DummyBench:
     def _sides(
         self, title: str, key: dict[str, int], own: Work, peer: Work | None
     ) -> tuple[list[float], list[float]]:
-        """Seconds of our passes and the peer's, in turn, each turn with the same new prompts."""
+        """Seconds of our passes and of the peer's, taken in turn, each turn with prompts of its own
+        that both are given.
+        """
         ours: list[float] = []
         theirs: list[float] = []
         for repeat in range(-self._config.warmup, self._config.repeats):
@@ -307,7 +311,9 @@ class DummyBench:
 
 
 SPARE = 6 * 2**30
-"""Bytes for what our engine takes beside weights and cache: prefill, logits, captured steps."""
+"""Bytes of the accelerator for what our engine takes beside weights and cache: prefill, logits and
+captured steps.
+"""
 
 
 def _row(

@@ -1,4 +1,6 @@
-"""Where the config of a shape is: a file or folder of the user's, or one of the package."""
+"""Where the config of a shape is: a file or folder of the user's, or a shape that comes with the
+package.
+"""
 
 from __future__ import annotations
 

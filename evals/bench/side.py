@@ -1,4 +1,6 @@
-"""One way of decoding within a part of a sweep, its passes, and its row of a report."""
+"""One way of decoding within a part of a sweep, what its passes gave, and the row that a report has
+of it.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ CONCURRENCY = 256
 """Conversations that vLLM is started for, so that one start serves a sweep."""
 
 _alive: WeakSet[VllmPeer] = WeakSet()
-"""At most one: two engines in a process tear each other's communication down."""
+"""At most one: two engines in a process tear each other's communication down, and a start is no
+part of a timed pass.
+"""
 
 
 def import_vllm(peer: str) -> Any:
@@ -99,7 +101,9 @@ class VllmPeer:
     def generate(
         self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int
     ) -> list[list[int]]:
-        """See `Peer.generate`. A new conversation begins once one has ended, as in our engine."""
+        """See `Peer.generate`. A new conversation begins as soon as one has ended, as in our
+        engine.
+        """
         only_greedy(self.name, samplings)
         if concurrency > self._most:
             self._start(max(concurrency, CONCURRENCY))
@@ -127,7 +131,9 @@ class VllmPeer:
         return [answers[place] for place in range(len(prompts))]
 
     def _draft_counts(self) -> tuple[float, float]:
-        """Steps with drafts of all requests so far, and drafts accepted; 0 without a drafter."""
+        """Steps with drafts of all requests so far, and drafts that were accepted in them; 0
+        without a drafter.
+        """
         metrics = self._engine.get_metrics() if self._options else []
         counts = {metric.name: metric.value for metric in metrics if hasattr(metric, "value")}
         steps, accepted = (
@@ -153,7 +159,9 @@ class VllmPeer:
         )
 
     def _start(self, most: int) -> None:
-        """An engine for so many conversations at most; vLLM fixes that, and starts in minutes."""
+        """An engine for up to so many conversations; vLLM fixes the number when it starts, which
+        takes a minute or more.
+        """
         self._stop()
         verifier = self._verifier
         self._engine = self._library.LLM(
@@ -169,7 +177,9 @@ class VllmPeer:
         self._most = most
 
     def _stop(self) -> None:
-        """Frees the engine's memory: for one in this process dropping the reference does not."""
+        """Frees the engine's memory, which dropping the reference does not do for one that runs in
+        this process.
+        """
         if self._engine is not None:
             self._engine.llm_engine.engine_core.shutdown()
         self._engine, self._most = None, 0

@@ -1,4 +1,6 @@
-"""vLLM at a shape without weights: its prefill and plain step, as `dummy_engine` takes ours."""
+"""vLLM at a shape without weights: the time of a prefill and of a plain step, as
+`evals.bench.dummy_engine` takes our engine's.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ class VllmSteps:
         return self._times(prompts, 1)[0]
 
     def steps(self, prompts: Sequence[list[int]], count: int, warm: int) -> float:
-        """Seconds of `count` steps of the last request, behind `warm`; the others decode, too."""
+        """Seconds of `count` steps of the request that began last, behind `warm` of its steps; the
+        others decode as well.
+        """
         ends = self._times(prompts, 1 + warm + count)
         return ends[warm + count] - ends[warm]
 

@@ -121,7 +121,9 @@ def profile_steps(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """One pass: steps captured while it was timed (`num_captures`) spoil every figure."""
+    """One pass: `num_captures` steps were captured as graphs while it was timed, which spoils every
+    figure.
+    """
 
     context: int
     step_ms: list[float]
@@ -225,7 +227,9 @@ def _check_unfinished(requests: Sequence[Request]) -> None:
 
 
 def _timed_steps(session: Session, steps: int) -> list[float]:
-    """Seconds from a call's end to the next one's; on accelerators each waits for the last step."""
+    """Seconds from the end of one call to the end of the next: on an accelerator each waits for the
+    step before its own.
+    """
     synchronize(session.engine.verifier.device)
     session.step()
     ends = [time.perf_counter()]
@@ -236,7 +240,9 @@ def _timed_steps(session: Session, steps: int) -> list[float]:
 
 
 def _kernels(averages: Iterable[Any], steps: int, *, on_device: bool) -> list[KernelTime]:
-    """Own time per step by name; on an accelerator that of kernels, not of operators."""
+    """Own time per step by name; on an accelerator that of its kernels alone, not of the operators
+    that launch them.
+    """
     found = []
     for entry in averages:
         if on_device and entry.device_type != DeviceType.CUDA:
@@ -259,7 +265,9 @@ def _busy_us(events: Iterable[Any]) -> float:
 
 
 def _idle_share(busy_ms: float, step_ms: Sequence[float]) -> float:
-    """Share of a step without a kernel; of an unprofiled one, as profilers slow launches."""
+    """Share of a step without a kernel. The step's length is not the profiled one: the profiler
+    slows launches, not kernels.
+    """
     return max(0.0, 1 - busy_ms / median(step_ms))
 
 

@@ -1,4 +1,6 @@
-"""What a bench report says by task, position and length, and its speed against latency."""
+"""What a bench report says beside its table of sides: by task, by position, by length, and speed
+against latency.
+"""
 
 from __future__ import annotations
 

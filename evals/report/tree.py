@@ -1,4 +1,6 @@
-"""The tree of one step as SVG: drafts by position, the likeliest continuation straight on."""
+"""The tree of one step as SVG: drafts by their position from left to right, the likeliest
+continuation straight on.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ mark.own {{ background: var(--own-fill); }}
 .tree path.accepted {{ stroke: var(--good); stroke-width: 2.5; }}
 .tree path.own {{ stroke: var(--own); stroke-width: 2.5; }}
 """
-"""For the page: drawings scroll in an element of class "tree", as trees may be wide."""
+"""For the page: its drawings scroll in an element of class "tree", since trees are as wide as they
+are deep.
+"""
 
 
 @dataclass(slots=True)
 class _Node:
-    """One box: how it looks, its content, and its place in columns by depth and lines."""
+    """One box: how it looks, what stands in it, and where it is, in columns by depth and lines from
+    the top.
+    """
 
     kind: str
     text: str
@@ -125,7 +131,9 @@ def _nodes(step: Mapping[str, Any]) -> list[_Node]:
 
 
 def _set_lines(nodes: Sequence[_Node]) -> None:
-    """A node's first child stands in its own line, the others and what follows them below."""
+    """A node's first child stands in its own line, and the others, with all that follows them,
+    below.
+    """
     children: list[list[int]] = [[] for _ in nodes]
     for row, node in enumerate(nodes):
         if node.parent is not None:

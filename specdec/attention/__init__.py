@@ -1,1 +1,3 @@
-"""Attention over the paged cache: what a `backend` is, a `selector`, and one file each."""
+"""Attention over the paged cache. `backend` says what a backend is, `selector` picks one, the other
+files are one each.
+"""

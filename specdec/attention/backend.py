@@ -1,4 +1,6 @@
-"""What an attention backend is: capabilities, a plan per forward, and a run per layer."""
+"""What an attention backend is: a capability statement, a plan made once per forward, and a run
+made once per layer.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -98,7 +100,9 @@ class AttentionSpec:
 
 
 class TreeRows(NamedTuple):
-    """Rows of draft trees, see `specdec.base.blocks`. A request's first is its anchor, of zeros."""
+    """Where the rows of draft trees stand, see `specdec.base.blocks`. The first row of a request is
+    its anchor, and has zeros.
+    """
 
     # int64 [num_tokens], of row `i` the bit `i - 1` and those of the drafts above it
     ancestors: Tensor
@@ -188,7 +192,9 @@ class AttentionMetadata:
         min_seq_len: int = 0,
         starts: Tensor | None = None,
     ) -> "AttentionMetadata":
-        """`width` rows per request, lengths on the device; `starts` for `query_start_loc`."""
+        """`width` new rows for every request, with lengths that only the device knows; `starts` if
+        `query_start_loc` is there.
+        """
         num_reqs = len(seq_lens)
         num_tokens = num_reqs * width
         if starts is None:
@@ -247,14 +253,20 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     captures_prefill: bool = False
-    """Whether a prefill whose lengths only the device knows costs no more than another."""
+    """Whether a prefill whose lengths only the device knows costs no more than one that states
+    them.
+    """
     prefill_tokens: ClassVar[int] = 8192
     """Prompt tokens of a step on an accelerator, unless the user says how many. Every chunk reads
     all weights, those of all experts too, so large ones are fastest, as far as memory goes."""
     steady_len: int = 0
-    """Cached tokens from which on a plan of decoding depends on no length; 0 for no such number."""
+    """Tokens in the cache from which on a plan of decoding depends on no length any more; 0 where
+    there is no such number.
+    """
     fits_fused_layers: bool = False
-    """Whether our Triton kernels may compute what surrounds it; else all is plain torch."""
+    """Whether our Triton kernels may compute what surrounds it; beside the reference all is plain
+    torch.
+    """
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -276,7 +288,9 @@ class AttentionBackend(ABC):
 
     @classmethod
     def tree_reasons(cls, spec: AttentionSpec) -> list[str]:
-        """All reasons why this backend, which serves `spec` with chains, cannot verify trees."""
+        """All reasons why this backend, which can serve `spec`, cannot verify draft trees with it;
+        chains it can.
+        """
         return [f"{cls.name} has no masks for them"]
 
     @classmethod
@@ -288,12 +302,16 @@ class AttentionBackend(ABC):
 
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
-        """Why `auto` should pass over this backend that can serve `spec`; names may take it."""
+        """Why `auto` should pass over this backend although it can serve `spec`; by name it is
+        taken all the same.
+        """
         return []
 
     @classmethod
     def describe(cls, spec: AttentionSpec) -> list[str]:
-        """What people should know of how this backend would serve `spec`; mostly nothing."""
+        """What there is to know about how this backend would serve `spec`, for people; mostly
+        nothing.
+        """
         return []
 
     @abstractmethod
@@ -324,9 +342,13 @@ class AttentionBackend(ABC):
         plan: Any,
         **how: Unpack[Scoring],
     ) -> Tensor:
-        """`run` for rows whose keys and values are cached, for a spec that `reads_others`."""
+        """`run` for rows whose keys and values the cache holds already, which a spec that
+        `reads_others` asks for.
+        """
         raise NotImplementedError(f"{self.name} refuses layers that read the cache of others")
 
     @abstractmethod
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """Stores rows `[num_tokens, num_kv_heads, head_dim]` at int64 `slot_mapping`, in place."""
+        """Stores rows `[num_tokens, num_kv_heads, head_dim]` at `slot_mapping` int64 [num_tokens],
+        in place.
+        """

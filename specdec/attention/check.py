@@ -53,7 +53,9 @@ STEPS_PER_PROMPT = 64
 
 
 def reasons_against_kernels(backend: type[AttentionBackend], spec: AttentionSpec) -> list[str]:
-    """Why `auto` should pass over a backend that serves `spec`; see `reasons_against`."""
+    """Why `auto` should pass over a backend that could serve `spec`, as far as its self-check
+    knows; see `reasons_against`.
+    """
     if backend.unsupported_reasons(spec):
         return []
     checked = checked_spec(spec)
@@ -122,7 +124,9 @@ def check_attention(backend: type[AttentionBackend], spec: AttentionSpec) -> Dev
 
 
 def _deviation(attention: AttentionBackend, phase: Phase) -> Deviation:
-    """How far one forward is off; plain torch is off, too, by how the device adds up."""
+    """How far one forward is off; how far plain torch is depends on the device, too, which adds up
+    in an order of its own.
+    """
     spec = replace(attention.spec, cache_dtype=None)
     requests = Requests(attention.spec, phase)
     plain = TorchRefBackend(spec)
@@ -131,7 +135,9 @@ def _deviation(attention: AttentionBackend, phase: Phase) -> Deviation:
 
 
 class Requests:
-    """Requests with scattered blocks and numbers that the cache holds exactly, on the CPU."""
+    """Requests whose blocks lie scattered in a cache, with random numbers that the cache holds
+    exactly, on the CPU.
+    """
 
     def __init__(self, spec: AttentionSpec, phase: Phase) -> None:
         random = torch.Generator().manual_seed(0)

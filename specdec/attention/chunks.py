@@ -63,7 +63,9 @@ def in_chunks(metadata: AttentionMetadata, chunk: int, block_size: int) -> Atten
 
 
 def _table(block_table: Tensor, owners: Tensor, first_blocks: Tensor, count: int) -> Tensor:
-    """int32 [n, count]: blocks of `owners` int64 [n] from `first_blocks` [n], last repeated."""
+    """int32 [n, count]: of the requests `owners` int64 [n] the blocks from `first_blocks` [n] on;
+    past the last one that again.
+    """
     widest = block_table.shape[1]
     columns = first_blocks[:, None] + torch.arange(count, device=block_table.device)
     return block_table.take(owners[:, None] * widest + columns.clamp(max=widest - 1))

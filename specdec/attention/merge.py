@@ -1,4 +1,6 @@
-"""Attention over parts of the keys, joined by the logarithms of the denominators."""
+"""Attention over parts of the keys, joined into attention over all of them by the logarithms of the
+denominators.
+"""
 
 import math
 

@@ -24,7 +24,9 @@ from specdec.kv_cache import LatentCache, LatentLayerSpec
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
-    """An indexer: `num_heads` queries, one key of `head_dim` a token, `topk` positions a row."""
+    """Shape of an indexer: `num_heads` queries and one key of `head_dim` numbers per token, `topk`
+    positions chosen per row.
+    """
 
     num_heads: int
     head_dim: int
@@ -75,7 +77,9 @@ class MlaSpec:
 
 
 class MlaRows(NamedTuple):
-    """Packed rows of a layer: queries and keys after RoPE, compressed parts after the norm."""
+    """Packed rows of one layer; queries and rotated keys after RoPE, the compressed part after its
+    norm.
+    """
 
     query_nope: Tensor  # [num_tokens, num_heads, qk_nope_head_dim]
     query_rope: Tensor  # [num_tokens, num_heads, qk_rope_head_dim]
@@ -91,7 +95,9 @@ class UpProjection(NamedTuple):
 
 
 class IndexerRows(NamedTuple):
-    """Packed rows of an indexer: keys score the sum over heads of `weights * relu(query . key)`."""
+    """Packed rows of one layer's indexer; the score of a key is the sum over heads of
+    `weights * relu(query . key)`.
+    """
 
     query: Tensor  # [num_tokens, indexer.num_heads, indexer.head_dim]
     key: Tensor  # [num_tokens, indexer.head_dim]
@@ -113,7 +119,9 @@ class MlaBackend(ABC):
     captures_prefill: ClassVar[bool] = False
     """See `specdec.attention.backend.AttentionBackend.captures_prefill`."""
     prefill_tokens: ClassVar[int] = 2048
-    """See `AttentionBackend.prefill_tokens`; keys and values of all heads are large."""
+    """See `specdec.attention.backend.AttentionBackend.prefill_tokens`; keys and values of all heads
+    are large.
+    """
     steady_len: int = 0
     """See `specdec.attention.backend.AttentionBackend.steady_len`."""
 

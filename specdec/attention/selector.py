@@ -110,7 +110,9 @@ def _suits(name: str, kind: str) -> bool:
 
 
 def tree_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
-    """All reasons why `backend` cannot verify trees, whatever the layer; empty for none."""
+    """All reasons why `backend` cannot verify draft trees, whatever the layer;
+    empty when it can.
+    """
     reasons = _of_each(type(backend).tree_reasons, backend.spec)
     if isinstance(backend.spec, AttentionSpec) and any(one.chunk for one in backend.spec.each):
         reasons.append("layers that attend within chunks take each row for a request of its own")
@@ -118,7 +120,9 @@ def tree_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
 
 
 def ragged_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
-    """All reasons why `backend` cannot verify unequal rows of requests; empty for none."""
+    """All reasons why `backend` cannot verify fewer rows of one request than of another; empty when
+    it can.
+    """
     return _of_each(type(backend).ragged_reasons, backend.spec)
 
 

@@ -1,1 +1,3 @@
-"""What every room may use: errors, configs, files, names of choices. It imports no other room."""
+"""What every room may use: errors, configurations, files, names of what can be chosen. It imports
+nothing else of specdec.
+"""

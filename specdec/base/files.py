@@ -1,4 +1,6 @@
-"""A user's text and JSON files, read; messages name file and line. See `specdec.base.writing`."""
+"""Files of a user: text and JSON, read with messages that name the file and the line.
+`specdec.base.writing` writes them.
+"""
 
 import io
 import json

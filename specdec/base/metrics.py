@@ -1,4 +1,6 @@
-"""The one definition of every printed figure of acceptance, from counts of verify steps."""
+"""The one definition of every figure of acceptance that is printed, from the counts of the verify
+steps.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

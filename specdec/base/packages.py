@@ -25,7 +25,9 @@ def install_command(extra: str) -> str:
 
 
 def foreign_packages(names: Iterable[str] = PACKAGES) -> list[str]:
-    """One line for each package that Python finds not beside this one, or not at all."""
+    """One line for each of the packages that Python finds elsewhere than beside this one, or does
+    not find.
+    """
     found = []
     for name in names:
         spec = find_spec(name)
@@ -59,7 +61,9 @@ def require_ours(*names: str) -> None:
 
 
 def overwritten_packages() -> list[str]:
-    """One line for each package that another distribution wrote into; reads all metadata."""
+    """One line for each of the packages into whose folder another distribution has installed files;
+    reads all metadata.
+    """
     owners = packages_distributions()
     return [
         f"distribution {other!r} has files in package {name!r} of {DISTRIBUTION};"

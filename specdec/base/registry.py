@@ -1,4 +1,6 @@
-"""Names of what can be chosen and where it lives: the core names other packages only here."""
+"""Names of what can be chosen, and where it lives: the core names the other packages only here, as
+strings.
+"""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -64,16 +66,22 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "lilicorr": "drafters.dflash.drafter:load_dflash",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
-"""Functions `(path | None, *, verifier) -> Drafter`, by drafter or algorithm in `config.json`."""
+"""Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm
+in a `config.json`.
+"""
 
 WEIGHT_READERS = {"quantized": "verifiers.formats.plain:plain_numbers"}
-"""Functions `(tensors, quantization_config, dtype) -> tensors`: plain numbers of what is stored."""
+"""Functions `(tensors, quantization_config, dtype) -> tensors` that make plain numbers of what
+checkpoints store.
+"""
 
 COMPOSITION = "drafters.composed.drafter:ComposedDrafter"
 """Makes one drafter of several: `(parts) -> Drafter`."""
 
 PREDICTIONS = "drafters.predicted.drafter:BoundPredicted"
-"""Makes a copier of predictions: `(drafter, bound, verifier, *, num_slots, max_len)`."""
+"""Makes what copies predictions beside a run's drafter: `(drafter, bound, verifier, *, num_slots,
+max_len) -> PredictedDrafter`.
+"""
 
 CHECKPOINTS = {
     "drafter": "drafters.load:load_drafter",
@@ -88,7 +96,9 @@ VERIFIERS = {
 TOKENIZERS = {
     "hf": "verifiers.weights.tokenizer:load_tokenizer",
 }
-"""Functions `(name_or_path) -> tokenizer`, of targets that the one of that name loads."""
+"""Functions `(name_or_path) -> tokenizer`, of targets that the function of the same name above
+loads.
+"""
 
 PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare

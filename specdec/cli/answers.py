@@ -1,4 +1,6 @@
-"""Where answers of `specdec generate` come from: an engine, a cluster, or an earlier run."""
+"""Where the answers of `specdec generate` come from: an engine here or those of a cluster, and what
+an earlier run has left.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,9 @@ class _Job:
 def _jobs(
     args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams, engine: Any
 ) -> dict[int, _Job]:
-    """What to decode, by prompt index; `engine` has the `reader`, and a target that is here."""
+    """What is to be decoded, by the index of its prompt; `engine` has the `reader` of prompts, and
+    the target where it is here.
+    """
     jobs: dict[int, _Job] = {}
     requests: dict[int, list[Any]] = {}
     for index, prompt in enumerate(prompts):
@@ -207,7 +211,9 @@ def _line_job(
 
 
 def _request_jobs(request: Any, sampling: SamplingParams, engine: Any) -> list[Any]:
-    """Jobs of a request of a batch file, with the command's options where it says nothing."""
+    """Jobs of a request of a batch file: options of the command that are not their defaults hold
+    where it says nothing.
+    """
     given = {
         one.name: getattr(sampling, one.name)
         for one in fields(SamplingParams)

@@ -44,7 +44,9 @@ class TorchBuild(NamedTuple):
 
 
 def installed_torch() -> TorchBuild | None:
-    """Torch on this Python's path, found without its import, which is slow and may fail."""
+    """Torch on this Python's path, without importing it: that takes seconds, and fails where a
+    driver is missing.
+    """
     found = find_spec("torch")
     if found is None or found.origin is None:
         return None
@@ -54,7 +56,9 @@ def installed_torch() -> TorchBuild | None:
 
 
 def link(environment: Path, build: TorchBuild | None) -> None:
-    """Makes a ROCm build of the base Python importable in `environment`, behind its own."""
+    """Makes a ROCm build of the Python that made `environment` importable there, behind what the
+    environment has itself.
+    """
     if build is not None and build.hip:
         packages = Path(
             sysconfig.get_path(

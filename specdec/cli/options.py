@@ -1,4 +1,6 @@
-"""Options that several commands share: which models, engine, sampling; and what they make."""
+"""The options that several commands share: which models, which engine, which sampling; and what
+they make.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def model_options(parser: argparse.ArgumentParser, *, several: Collection[str] =
 
 
 def revision_option(group: argparse._ActionsContainer) -> None:
-    """The option for what may stand behind the target's name; `specdec.cli.main` joins them."""
+    """The option for what may stand behind the target's name as well; `specdec.cli.main` puts it
+    there.
+    """
     group.add_argument(
         "--revision",
         metavar="NAME",
@@ -71,7 +75,9 @@ def revision_option(group: argparse._ActionsContainer) -> None:
 def engine_options(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any
 ) -> None:
-    """Options of engine and cache; `names` and `options` as `add_options` takes them."""
+    """The group of options of engine and cache;
+    `names` and `options` as `add_options` takes them.
+    """
     group = parser.add_argument_group("engine")
     for config in (EngineConfig, CacheConfig):
         wanted = [name for name in _own(config) if names is None or name in names]
@@ -81,7 +87,9 @@ def engine_options(
 def sampling_options(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any
 ) -> None:
-    """Options of how requests are decoded; `names` and `options` as `add_options` takes them."""
+    """The group of options that say how requests are decoded; `names` and `options` as
+    `add_options` takes them.
+    """
     group = parser.add_argument_group("sampling")
     every = [name for name in kinds_of(SamplingParams) if name not in _ELSEWHERE]
     add_options(group, SamplingParams, every if names is None else names, **options)
@@ -209,7 +217,9 @@ def load_decoder(
 
 
 def say_gpu(name: str) -> None:
-    """Says on standard error which GPU `--device` stands for, or why a present one is not used."""
+    """One line on standard error about the GPU that `--device` stands for, or why there is none
+    although the machine has one.
+    """
     from specdec.device.device import describe_device, resolve_device
 
     device = resolve_device(name)
@@ -227,5 +237,7 @@ def say_unseen(name: str) -> None:
 
 
 def _own(config: type) -> list[str]:
-    """Fields with an option of their own; not seeds: `--seed` is a request's."""
+    """Fields with an option of their own; the seed of a request is `--seed`, and that of an engine
+    is not asked for.
+    """
     return [name for name in kinds_of(config) if (config, name) != (EngineConfig, "seed")]

@@ -59,7 +59,9 @@ class ProgressBar(tqdm):
 
 
 class Phases:
-    """A bar for each of several things one after another; call it with title, done and all."""
+    """A bar for each of several things that are done one after another; call it with a title, and
+    how many of how many are done.
+    """
 
     def __init__(self) -> None:
         self._bar: ProgressBar | None = None

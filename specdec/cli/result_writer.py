@@ -102,7 +102,9 @@ class ResultWriter:
         return sum(result.error is not None for result in self.results.values())
 
     def write(self, chunks: Iterable[StreamChunk]) -> None:
-        """Prints chunks as they arrive; on an interrupt also the text of unfinished prompts."""
+        """Prints chunks as they arrive; on an interrupt also the text that unfinished prompts have
+        so far.
+        """
         try:
             for chunk in chunks:
                 self._texts[chunk.index] += chunk.text

@@ -1,4 +1,6 @@
-"""`specdec warmup`: compiles what a configuration needs, so that no request waits for it."""
+"""`specdec warmup`: compiles what a configuration will need, so that no request waits for a
+compiler.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Many engines on many machines, through Ray; an extra that is imported when asked for."""
+"""Many engines on many machines, through Ray; an extra that nothing else imports before it is asked
+for.
+"""

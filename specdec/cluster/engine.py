@@ -130,7 +130,9 @@ class Engine:
             self._quiet.set()
 
     async def _converse(self, row: Row) -> list[GenerationResult]:
-        """Results of all turns; what cannot be served ends a conversation with an error."""
+        """Results of all turns; what cannot be served ends the conversation as a result with an
+        error.
+        """
         decoder, results = self._decoder, list[GenerationResult]()
         prompt: Any = row.prompt
         chat = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)

@@ -1,4 +1,6 @@
-"""Finished answers of a cluster's run, written by the driver and left out of the next run."""
+"""Finished answers of a cluster's run on disk: the driver writes them, and they are left out of the
+next run.
+"""
 
 from __future__ import annotations
 

@@ -196,7 +196,9 @@ def _ray_errors() -> Iterator[None]:
 
 
 def named_line(error: BaseException) -> str:
-    """The line of an error that names it, without the traceback and advice of Ray."""
+    """The line of an error that names it, without the traceback and the advice that Ray puts around
+    it.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*: ", line)]
     return (named or lines or [type(error).__name__])[-1][:300]

@@ -1,4 +1,6 @@
-"""What travels between driver and engines, as JSON text: lists of any length, no table types."""
+"""What travels between the driver and the engines, as JSON text: lists of any length, and no types
+of a table format.
+"""
 
 from __future__ import annotations
 

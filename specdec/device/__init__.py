@@ -1,1 +1,3 @@
-"""Which device there is, and which kernels may be trusted on it."""
+"""Which device there is, and which kernels may be trusted on it. Kernels and whoever places tensors
+ask it.
+"""

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SERVED = ("gfx942", "gfx950", "gfx110", "gfx115", "gfx120", "gfx90a", "gfx1030", "gfx1250")
-"""Beginnings of architectures' names that ROCm builds serve; AITER has the first five."""
+"""Beginnings of the names of architectures that ROCm builds of torch serve; AITER's kernels are for
+the first five, ours for all."""
 
 UNKNOWN = "architecture unknown"
 """In place of an architecture that a container may not read."""
@@ -50,7 +51,9 @@ def architecture_name(version: int) -> str:
 
 
 def wanting_rocm(root: Path = _ROOT) -> list[str]:
-    """Architectures of GPUs that want a ROCm build of torch; none beside an NVIDIA GPU."""
+    """Architectures of the GPUs that set-up should get a ROCm build of torch for; none beside an
+    NVIDIA GPU.
+    """
     if not (root / "dev/kfd").exists() or (root / "proc/driver/nvidia/version").exists():
         return []
     return [
@@ -129,7 +132,9 @@ def why_unseen(
 
 
 def _hides_all(value: str, count: int) -> bool:
-    """Whether a list of GPUs names none of the first `count`; identifiers may exist."""
+    """Whether a list of GPUs names none of the first `count`; one named by its identifier may
+    exist.
+    """
     names = [name.strip() for name in value.split(",")]
     return all(
         name == "" or (name.lstrip("-").isdigit() and not 0 <= int(name) < count) for name in names

@@ -1,4 +1,6 @@
-"""How far a kernel is from the right answer, and may be: by what plain torch is off."""
+"""How far a kernel is from the right answer, and how far it may be: by what plain torch is off, on
+the same numbers.
+"""
 
 import math
 from collections.abc import Iterable
@@ -59,7 +61,9 @@ def mismatches(actual: Tensor, expected: Tensor) -> Deviation:
 
 
 def normal(*shape: int) -> Tensor:
-    """Standard normal float32 on the CPU, fixed by shape, for a kernel's check."""
+    """Standard normal numbers in float32 on the CPU, always the same for a shape: what a kernel's
+    check computes from.
+    """
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 

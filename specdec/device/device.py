@@ -56,7 +56,9 @@ def torch_build() -> str:
 
 
 def unseen_gpu() -> str | None:
-    """Why torch finds no AMD GPU that is here, with the way out; None where nothing is wrong."""
+    """Why torch finds no GPU although an AMD GPU is here, with the way out; None when it finds one,
+    or none is here.
+    """
     if torch.cuda.is_available():
         return None
     return why_unseen(
@@ -81,12 +83,16 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def uses_avx512() -> bool:
-    """Whether torch's CPU kernels use AVX-512, by CPU and `ATEN_CPU_CAPABILITY`."""
+    """Whether torch's own CPU kernels use AVX-512: the CPU has it, and `ATEN_CPU_CAPABILITY` does
+    not ask for less.
+    """
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def rocm_architecture(device: torch.device) -> str | None:
-    """AMD architecture of a device, such as "gfx942"; None for no ROCm device."""
+    """AMD architecture of a device, such as "gfx942";
+    None for anything that is not a ROCm device.
+    """
     if device.type != "cuda" or torch.version.hip is None:
         return None
     return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
@@ -98,14 +104,18 @@ def float8_dtype(device: torch.device) -> torch.dtype:
 
 
 def cache_dtype(name: CacheDtype, device: torch.device) -> torch.dtype | None:
-    """Type of the KV cache unless the model's: for "fp8" the e4m3 that the device computes."""
+    """Type of the KV cache when it is not the model's: for "fp8" the flavor of e4m3 that the device
+    computes with.
+    """
     if name == "auto":
         return None
     return float8_dtype(device)
 
 
 def default_cache_bytes(device: torch.device) -> int:
-    """Default bytes of the KV cache: half of an accelerator's free memory, a quarter of a CPU's."""
+    """Budget of the KV cache when none is stated: half of the free memory of an accelerator, a
+    quarter of a CPU's memory.
+    """
     if device.type == "cuda":
         return free_memory(device) // 2
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

@@ -49,12 +49,16 @@ NAMES = ("rocm_aiter_fa", "triton_fa", *LATENT, *KERNELS, "captured_step")
 """What has a check."""
 
 BY_NAME = ("aiter_layers",)
-"""What is used only if `SPECDEC_KERNELS` names it, after its check: nobody has measured it."""
+"""What is used only if `SPECDEC_KERNELS` names it, and after its check all the same: nobody has
+measured yet whether it pays.
+"""
 
 VARIABLE = "SPECDEC_KERNELS"
 
 PATIENCE = 900.0
-"""Seconds to wait for another process's same check; a first one compiles kernels."""
+"""Seconds to wait for another process that is in the midst of the same check; a first one compiles
+its kernels.
+"""
 
 REPEATS = 15
 """Launches of which the median is taken."""
@@ -209,7 +213,9 @@ _one_at_a_time = RLock()  # a check may ask for another
 def verdict_of(
     name: str, device: torch.device, check: Check, *variant: Variant, again: bool = False
 ) -> Verdict:
-    """The kept verdict, or `check`'s, run now or `again`. A failure is logged once per process."""
+    """The verdict that is kept, or else that of `check`, run now; `again` runs it anyway. A failure
+    is logged once per process.
+    """
     path = _folder(device) / f"{title(name, *variant)}.json"
     with _one_at_a_time:
         if again or path not in _known:
@@ -334,7 +340,9 @@ def _kept_or_run(
 
 
 def _decided(path: Path, make: Callable[[], Verdict], device: torch.device, again: bool) -> Verdict:
-    """Runs the check under the lock: one that was begun before ended with its process."""
+    """Runs the check under the lock. Nobody else runs it meanwhile, so one that was begun
+    ended with its process.
+    """
     kept = _read(path)
     if isinstance(kept, Verdict) and not again:
         return kept
@@ -367,7 +375,9 @@ def _say_once(device: torch.device, folder: Path) -> None:
 
 
 def _read(path: Path) -> Verdict | str | None:
-    """What a file holds: a verdict, "started" of an unended check, or nothing."""
+    """What a file holds: a verdict, "started" of a check that has not come to an end, or nothing
+    that can be read.
+    """
     try:
         content = parse_json(path.read_bytes(), strict=False)
         return "started" if content == STARTED else Verdict(**content)

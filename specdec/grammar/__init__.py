@@ -1,1 +1,3 @@
-"""Structured output: what it must look like, compiled by xgrammar, followed token by token."""
+"""Structured output: what an output must look like, compiled by xgrammar and followed token by
+token.
+"""

@@ -1,4 +1,6 @@
-"""Calls of tools as rules in GBNF, for xgrammar's structural tags, with our schemas."""
+"""Calls of tools as rules in GBNF: what xgrammar's structural tags stand for, with schemas that are
+held to as everywhere.
+"""
 
 from __future__ import annotations
 

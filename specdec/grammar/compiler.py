@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CACHE_BYTES = 2**29
-"""Bytes of compiled grammars kept for later, beside unfinished requests'; a schema takes MBs."""
+"""Bytes of compiled grammars that are kept for the next request; those of unfinished requests come
+on top. A schema takes a few MB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,9 @@ class GrammarCompiler:
         return own
 
     def after_fork(self) -> None:
-        """In a child process: no parent's thread compiles anything here, no lock is held."""
+        """In a child process: no thread of the parent's compiles anything here, and no lock is
+        held.
+        """
         self._lock = Lock()
         self._jobs = {grammar: job for grammar, job in self._jobs.items() if job.result.done()}
 

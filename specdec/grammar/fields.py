@@ -15,7 +15,8 @@ MAKERS: dict[str, Callable[[Any], Grammar]] = {
     "choice": Grammar.choice,
     "grammar": Grammar.ebnf,
 }
-"""By keys of vLLM's `structured_outputs`; with `guided_` before it each is a field of its own."""
+"""By the keys of vLLM's `structured_outputs`; with `guided_` before it each is a field of its own.
+"""
 
 TYPES: dict[str, tuple[type, ...]] = {"json": (str, Mapping), "json_object": (bool,)}
 TYPES["choice"] = (list, tuple)

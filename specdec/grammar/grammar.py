@@ -94,7 +94,9 @@ class Grammar:
 
     @property
     def notes(self) -> list[str]:
-        """What a JSON schema says that the standard does not ask for: told to who asked."""
+        """What a JSON schema says that the standard lets be, and that the output need not follow;
+        said to who asked.
+        """
         if self.kind == "calls":
             asked = Calls.of(self.text)
             said = [f"{name}: {one}" for name, text in asked.schemas for one in _said(text)[1]]
@@ -128,7 +130,9 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str | bool | Mapping[str, Any]) -> Grammar:
-        """JSON that a schema describes: keys in the order of `properties`, and no others."""
+        """JSON that a schema describes. Keys come in the order of `properties`, and none that the
+        schema does not name.
+        """
         text = schema if isinstance(schema, str) else _written("the JSON schema", schema)
         return cls("json_schema", text)
 

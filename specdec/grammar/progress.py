@@ -109,7 +109,9 @@ class GrammarProgress:
         return [*kept, *drafts[len(kept) :]]
 
     def _refused_or_last(self, mask: Tensor, token: int) -> bool:
-        """Whether a row of `token` needs no mask: refused by `mask`, or the output's end."""
+        """Whether a row of `token` needs no mask: `mask`, of the row before it, does not allow it,
+        or the output ends with it.
+        """
         return (
             token in self._eos_token_ids
             or token >= 32 * len(mask)
@@ -118,7 +120,9 @@ class GrammarProgress:
 
     @cached_property
     def _never(self) -> frozenset[int]:
-        """Tokens without a text, special or padding, of which the library would warn each time."""
+        """Tokens without a text, of which the library would warn each time: special ones, and those
+        that pad the vocabulary.
+        """
         special = frozenset(self.compiled.result().tokenizer_info.special_token_ids)
         return special - self._eos_token_ids
 

@@ -11,17 +11,22 @@ from specdec.grammar.schema.schema import FIRST_MARK, reading
 from specdec.grammar.schema.text_rules import Text
 
 LOOSE, STRICT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
-"""Characters of strings with a length, as xgrammar 0.2.8 writes them, and JSON's: no tab."""
+"""Characters of strings with a length, as xgrammar 0.2.8 writes them into a schema's grammar, and
+as JSON has them: no tab.
+"""
 
 MARKED = re.compile(r'\(\("\\ue000" "\\u(e[0-9a-f]{3}|E[0-9A-F]{3})"\)\)')
 """A mark of `specdec.grammar.schema.schema`, as xgrammar 0.2.8 writes it."""
 
 OTHER_NAMES = re.compile(r"^\w*addl_key\w* ::= .*$", re.MULTILINE)
 ESCAPED = r' | ("\\" basic_escape basic_string_sub)'
-"""Rules of names that are none of the schema's, and what would escape one of these."""
+"""Rules of names that are none of the schema's, and what would write one of these with an escape.
+"""
 
 WHITESPACE = 16
-"""Characters of white space between two parts of JSON: a line's end and indentation."""
+"""Characters of white space between two parts of JSON: a line's end and its indentation, not a page
+of blanks.
+"""
 
 
 def rules_of(grammar: Grammar) -> str:

@@ -1,4 +1,6 @@
-"""A pattern for a whole text: anchors at edges are met, lookaheads become languages."""
+"""A pattern for the whole of a text: anchors at its edges are met, and lookaheads become languages
+that it is in, or is not.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ class ThinkingProgress:
     def constrained(
         self, drafts: Sequence[int], alternatives: Sequence[Sequence[int]]
     ) -> list[int]:
-        """See `GrammarProgress.constrained`; what must follow is drafted, come what may."""
+        """See `GrammarProgress.constrained`; what must follow is drafted, whatever the drafter
+        says."""
         kept, place = list[int](), self._place
         for at, draft in enumerate(drafts):
             only = self._only(place)

@@ -29,7 +29,9 @@ from specdec.grammar.process import TOKENIZER, reason_of
 from specdec.grammar.rules import rules_of
 
 AGAIN_SECONDS, AGAIN_BYTES = 2.0, 2**27
-"""What took no more is compiled again where needed, from rules: faster than to write it."""
+"""What took no more is compiled again where it is needed, from rules: to write what was compiled
+takes longer than that.
+"""
 
 
 def main(number: int) -> None:
@@ -84,7 +86,9 @@ class _Absent:
 
 
 def _library() -> Any:
-    """xgrammar, without torch and transformers if it can be: they slow starts and forks."""
+    """xgrammar, without torch and transformers if it can be: they take seconds, and make a fork
+    take four times as long.
+    """
     absent: dict[str, Any] = {"torch": _Absent(), "transformers": _Absent()}
     try:
         sys.modules["torch"] = None  # type: ignore[assignment]
@@ -102,7 +106,9 @@ def _everything(link: socket.socket) -> bytes:
 
 
 def _watch(link: socket.socket, compilers: dict[int, Any]) -> None:
-    """Has a process compile a grammar, ends that with its asker, says how it ended."""
+    """In a process of its own: has a grammar compiled in another, ends that with its asker, and
+    says at last how it ended.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     alive, end = os.pipe()
     child = os.fork()
@@ -168,7 +174,9 @@ def _peak() -> int:
 
 
 def _limit(seconds: float) -> None:
-    """Ends this process after seconds of a processor; bounds the memory it may take."""
+    """Has this process end after so many seconds of a processor, and find no more memory than it
+    may take.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, seconds)  # which ends it by SIGPROF
     # other systems have no such limit

@@ -22,16 +22,20 @@ MINIMUM_VERSION = (0, 1, 15)
 """The oldest AITER the backends are tested against."""
 
 CHECKED_VERSION = (0, 1, 23)
-"""The newest AITER that the calls were compared with; of 0.1.21 on, single files of it."""
+"""The newest AITER that the calls have been compared with; from 0.1.21 on with single files of it.
+"""
 
 NON_CAUSAL_VERSION = (0, 1, 16)
-"""Before it, `flash_attn_with_kvcache` reads sequence lengths on the host, within a step."""
+"""Before it, `flash_attn_with_kvcache` reads sequence lengths on the host, in the middle of a step.
+"""
 
 SHUFFLE_VERSION = (0, 1, 16)
 """From it, `unified_attention` reads the shuffled layout."""
 
 FLOAT16_VERSION = (0, 1, 17)
-"""`unified_attention` reads long float16 caches from it on; some before stop at 512 keys."""
+"""From it, `unified_attention` reads a float16 cache of any length; some releases of the version
+before stop at 512 keys.
+"""
 
 Function = Callable[..., Any]
 
@@ -183,7 +187,9 @@ class AiterIndexer:
 
     @cached_property
     def top_k_options(self) -> dict[str, bool]:
-        """`stable`, where the two can prefer the lower of two positions of equal score."""
+        """`stable`, where the two can be told to prefer the lower of two positions with equal
+        scores.
+        """
         kernels = ("top_k_per_row_prefill", "top_k_per_row_decode")
         return (
             {"stable": True}
@@ -289,7 +295,9 @@ def unavailable_reasons(family: type[Any] = AiterFa) -> list[str]:
 
 
 def loading_error(family: type[Any]) -> str | None:
-    """What goes wrong when a family is loaded, in at most 200 characters; None for nothing."""
+    """What goes wrong when a family is loaded, in at most 200 characters;
+    None when nothing does.
+    """
     try:
         load(family)
     except ImportError as error:
@@ -360,7 +368,9 @@ def takes(family: Any, name: str, keyword: str, *, since: tuple[int, ...]) -> bo
 
 
 def _parameters(name: str, function: Function) -> set[str] | None:
-    """Parameters of AITER's function `name`; None where nothing tells, and versions have to."""
+    """Names of the parameters of AITER's function `name`; None when nothing tells them, and then
+    the version has to do.
+    """
     try:
         declared = inspect.signature(function).parameters
     except ValueError:  # a function of C++ that keeps its arguments to itself

@@ -49,7 +49,9 @@ def unavailable_reasons() -> list[str]:
 
 
 def load() -> AiterTriton:
-    """Imports AITER's Triton functions for any Triton; raises as `aiter.load` does."""
+    """Imports AITER's Triton functions, and makes them run on a Triton that is not AMD's; raises as
+    `aiter.load` does.
+    """
     with _triton_only():
         functions = aiter.load(AiterTriton)
     if torch.version.hip is None:

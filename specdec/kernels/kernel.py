@@ -71,7 +71,9 @@ class Kernel:
         return self._reasons(device, *dtype) if self._reasons else unavailable_reasons(device)
 
     def variant(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """What tells its verdict for a model of that type; else that of float16."""
+        """What tells its verdict for a model of that type; of one that it does not take,
+        float16's.
+        """
         return () if not self.dtypes else (dtype if dtype in self.dtypes else torch.float16,)
 
     def check_on(self, device: torch.device, *dtype: torch.dtype) -> Check:

@@ -25,7 +25,9 @@ _LEAST = tl.constexpr(-(2**63))
 
 @triton.jit
 def ordered(x: tl.tensor) -> tl.tensor:
-    """float32 as int32 that ascends alike; zeros are equal, NaN is above all."""
+    """float32 as int32 that ascends as the numbers do; both zeros are equal, and a NaN is above
+    all, as for torch.
+    """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     order = tl.where(bits < 0, -magnitude, magnitude)
@@ -34,7 +36,9 @@ def ordered(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def token_key(x: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """int64 that ascends as float32 `x`, and descends with equal numbers' tokens."""
+    """int64 that ascends as float32 `x` does, and of equal numbers descends with the token: the
+    first is highest.
+    """
     return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
@@ -110,7 +114,9 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose_slice(keys: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Where rows are highest, by slices' keys int64 [rows, slices]; as `argmax`, of `shape`."""
+    """Where rows are highest, from the keys of their slices, int64 [rows, slices]; results as of
+    `argmax`, of `shape`.
+    """
     indices = torch.empty(shape, dtype=torch.int64, device=keys.device)
     finite = torch.empty(shape, dtype=torch.bool, device=keys.device)
     options = overlap_options(keys.device)

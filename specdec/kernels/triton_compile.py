@@ -86,7 +86,9 @@ class CompileAhead:
         self._compiled.clear()
 
     def wait(self, progress: Callable[[int, int], object]) -> None:
-        """Waits until all is compiled; tells `progress` how many of how many are."""
+        """Waits until all is compiled; `progress` is told of how many of how many are, as they
+        come.
+        """
         if self._compiler is None:
             return
         assert self._compiler.stdin and self._compiler.stdout
@@ -234,7 +236,9 @@ def is_known(what: str) -> bool:
 
 
 def remember(what: str, kernels: dict[str, str]) -> None:
-    """Notes beside Triton's cache that these kernels are compiled in all forms of `what`."""
+    """Notes beside Triton's cache that these kernels are compiled in every form that `what`
+    needs.
+    """
     write_text(_mark(what), json.dumps(kernels))
 
 
@@ -261,7 +265,9 @@ def _compile(target: list[Any], module: str, name: str, specialization: str) -> 
 
 
 def _main(processes: int) -> None:
-    """Compiles what lines on standard input tell; answers a line each: done, or why not."""
+    """Compiles what lines on standard input tell of; answers with a line for each that is done, the
+    reason of one that failed.
+    """
 
     def done(name: str, job: Future[None]) -> None:
         error = job.exception()

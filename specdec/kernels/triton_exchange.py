@@ -27,7 +27,9 @@ def sum_over_ranks(
     SIZE: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Float32 numbers, added by rank and rounded to `dtype` each time, as `sum_in_order`."""
+    """Float32 numbers, added up in the order of ranks and rounded to `dtype` at every step, as
+    `sum_in_order` does.
+    """
     epoch = tl.load(epochs + row) + 1
     place = ((epoch % 2) * MOST + row) * WIDTH + column
     flags = 2 * MOST * WIDTH * (dtype.primitive_bitwidth // 8) // 4 + row * SIZE

@@ -48,7 +48,9 @@ def num_processors(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> int:
-    """Bytes of a processor's fast memory for one program; an interpreter has no limit."""
+    """Bytes of a processor's fast memory that one program can have; an interpreter has no such
+    limit.
+    """
     if device.type != "cuda":
         return HOPPER_SHARED_MEMORY
     if architecture := specdec.device.device.rocm_architecture(device):

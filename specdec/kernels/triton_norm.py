@@ -117,7 +117,9 @@ def _rms_norm_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, epsilon: float, *, prefetch: Tensor | None = None
 ) -> Tensor:
-    """Root mean square norm of rows [rows, H] (arXiv 1910.07467), with hints about `prefetch`."""
+    """Root mean square norm of rows [rows, H] (arXiv 1910.07467); meanwhile hints about `prefetch`
+    are sent.
+    """
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, None, None, weight, normed, None, epsilon, 1.0, None, prefetch)
     return normed

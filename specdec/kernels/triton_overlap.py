@@ -1,4 +1,6 @@
-"""Programmatic dependent launch: what a kernel does before it touches the last one's memory."""
+"""Programmatic dependent launch: what a kernel does before it touches what the one before it wrote
+or reads.
+"""
 
 import triton
 import triton.language as tl

@@ -211,7 +211,9 @@ def rope_store(
 def rotated_rows(
     query: Tensor | None, key: Tensor, value: Tensor, **rotation: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `rope_store` would write, and the query, each as contiguous rows in model type."""
+    """What `rope_store` would write, and the query, each as contiguous rows of their own, in the
+    model's type.
+    """
     rows = LayerCache(*(torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in "kv"))
     return rope_store(query, key, value, rows, None, **rotation), rows.key, rows.value
 

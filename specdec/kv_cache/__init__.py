@@ -1,4 +1,6 @@
-"""What layers keep of requests: paged keys and values with owners, and states by slot."""
+"""What layers keep of requests: paged keys and values, whose blocks have owners, and states with a
+slot each.
+"""
 
 from specdec.kv_cache.block_pool import NULL_BLOCK, BlockPool, Snapshot, blocks_for
 from specdec.kv_cache.cache import (

@@ -95,7 +95,9 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> list[int]:
-        """Drops one reference of each block, returns those free; a sequence's last goes first."""
+        """Drops one reference of each block and returns those now free; the last block of a
+        sequence is reused first.
+        """
         freed = []
         for block in reversed(blocks):
             if self._ref_counts[block] <= 0:
@@ -134,7 +136,9 @@ class BlockPool:
         return found
 
     def num_known(self, digests: Sequence[bytes], first: int = 0) -> int:
-        """How many of the first `digests` are published; those before `first` are."""
+        """How many of the first `digests` are published, where those before `first` are known to
+        be.
+        """
         count = first
         while count < len(digests) and digests[count] in self._block_of:
             count += 1
@@ -159,7 +163,9 @@ class BlockPool:
         return bool(self._free_rows)
 
     def take_row(self) -> int | None:
-        """A row for a snapshot, at worst the least recently used; None where all are taken."""
+        """A row for a snapshot, that of the least recently used one if there is no other; None
+        where all are taken.
+        """
         if self._free_rows:
             return self._free_rows.pop()
         return self._snapshot_of.popitem(last=False)[1].row if self._snapshot_of else None
@@ -183,7 +189,9 @@ class BlockPool:
             self._free_rows.append(self._snapshot_of.pop(block).row)
 
     def discard(self, blocks: Sequence[int]) -> None:
-        """Withdraws blocks from reuse by content, for example after non-finite values."""
+        """Withdraws blocks from reuse by content, for example after their request produced
+        non-finite values.
+        """
         for block in blocks:
             self._forget(block)
             if block in self._published:

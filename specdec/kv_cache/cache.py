@@ -57,7 +57,9 @@ LayerSpec = PagedLayerSpec | StateLayerSpec | SharedLayerSpec
 
 @dataclass(frozen=True, slots=True)
 class KVLayerSpec:
-    """What an attention layer stores per token: `num_kv_heads` keys and values of `head_dim`."""
+    """What one attention layer stores per token: `num_kv_heads` keys and values of `head_dim`
+    numbers each.
+    """
 
     num_kv_heads: int
     head_dim: int
@@ -124,14 +126,18 @@ class LatentLayerSpec:
 
 
 class LayerCache(NamedTuple):
-    """Cache of a layer in the plain layout; slot `s` is `[s // block_size, s % block_size]`."""
+    """Cache of one layer in the plain layout; slot `s` lies at
+    `[s // block_size, s % block_size]`.
+    """
 
     key: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     value: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
 
 
 class LatentCache(NamedTuple):
-    """Cache of latent attention's layer; slot `s` is `[s // block_size, s % block_size]`."""
+    """Cache of one layer of latent attention; slot `s` lies at
+    `[s // block_size, s % block_size]`.
+    """
 
     latent: Tensor  # [num_blocks, block_size, width]
     # uint8 [num_blocks, block_size, index_bytes]; within a block, laid out as the backend likes
@@ -270,5 +276,7 @@ def num_blocks_in_budget(
 
 
 def bytes_per_slot(specs: Sequence[LayerSpec], max_rows: int) -> int:
-    """Bytes of one request in recurrent `specs`, for steps of at most so many rows."""
+    """Bytes that recurrent layers among `specs` keep of one request, whose steps have at most so
+    many rows.
+    """
     return sum(spec.bytes_per_slot(max_rows) for spec in specs if isinstance(spec, StateLayerSpec))

@@ -10,7 +10,9 @@ from hashlib import blake2b
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """Tokens of what requests began with, and found in the cache; those that read it alone."""
+    """How much of what requests began with was found in the cache, in tokens; requests that do not
+    read it count nowhere.
+    """
 
     queried: int = 0
     found: int = 0

@@ -1,4 +1,6 @@
-"""Rows of the paged caches: a token's in a layer, and where an accepted one has to go."""
+"""Rows of the paged caches: what one token has in a layer, and where a token of an accepted path
+has to go.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -49,7 +51,9 @@ def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _continues(run: Sequence[Tensor], tensor: Tensor) -> bool:
-    """Whether `tensor` continues a run: as far behind its last as that behind its former."""
+    """Whether `tensor` lies in the same memory, as far behind the last of a run as that one behind
+    the one before.
+    """
     last = run[-1]
     if (
         tensor.shape != last.shape
@@ -66,7 +70,9 @@ def _distance(run: Sequence[Tensor]) -> int:
 
 
 def _in_words(rows: Tensor) -> Tensor:
-    """uint8 [n, num_slots, bytes] in words of up to 8 bytes, 4 times as fast as single."""
+    """uint8 [n, num_slots, bytes] in words of up to 8 bytes; one by one bytes take four times as
+    long.
+    """
     sizes = (rows.shape[-1], rows.stride(0), rows.storage_offset())
     return rows.view(
         next(word for word in _WORDS if all(size % word.itemsize == 0 for size in sizes))

@@ -1,4 +1,6 @@
-"""What a recurrent layer keeps per request: a state, and the inputs of its last rows."""
+"""What a recurrent layer keeps per request instead of keys and values per token: a state, and the
+inputs of its last rows.
+"""
 
 from __future__ import annotations
 

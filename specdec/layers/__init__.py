@@ -1,1 +1,3 @@
-"""What models are made of: linear layers, experts, RoPE, arg max, and a stack of decoder layers."""
+"""What models are made of: linear layers, routing to experts, RoPE, arg max, and a stack of decoder
+layers in Triton.
+"""

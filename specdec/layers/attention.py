@@ -1,4 +1,6 @@
-"""A decoder layer's attention: what it asks, and the kind with heads of keys and values."""
+"""Attention of one decoder layer: what a layer asks of its attention, and the kind with heads of
+their own keys and values.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""A stack of decoder layers on the paged cache: the forward of targets and drafters."""
+"""A stack of decoder layers on the paged cache: the forward of targets and of drafters, whatever
+their families.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -134,7 +136,9 @@ class Decoder:
     def angles(
         self, position_ids: Tensor, dtype: torch.dtype, rope_lens: Tensor | None = None
     ) -> dict[Rope, Angles]:
-        """Angles of positions int64 [T], once per rotation; `rope_lens` as in `ForwardInput`."""
+        """Angles of positions int64 [T], once for every kind of rotation; for `rope_lens` see
+        `specdec.model.batch.ForwardInput`.
+        """
         return {rope: Angles.of(position_ids, rope, dtype, rope_lens) for rope in self._ropes}
 
     def __call__(

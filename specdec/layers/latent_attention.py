@@ -1,4 +1,6 @@
-"""Latent attention of a layer (DeepSeek-V2, arXiv 2405.04434), indexed or not (2512.02556)."""
+"""Latent attention of one decoder layer (DeepSeek-V2, arXiv 2405.04434), with an indexer or without
+(V3.2, arXiv 2512.02556).
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -140,21 +142,27 @@ class LatentAttention:
 
 
 def split_up(weight: Tensor, spec: MlaSpec) -> UpProjection:
-    """The maps of a layer from its latent's projection, [heads * (nope + value), rank]."""
+    """The maps of one layer from its projection out of the latent, [num_heads * (nope + value),
+    kv_lora_rank].
+    """
     up = weight.unflatten(0, (spec.num_heads, -1))
     key, value = up.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
     return UpProjection(key=key.contiguous(), value=value.transpose(1, 2).contiguous())
 
 
 def latent_scale(rope: Mapping[str, Any], head_dim: int) -> float:
-    """Factor of scores, with YaRN's squared amplitude where RoPE states `mscale_all_dim`."""
+    """Factor of the scores, with the square of YaRN's amplitude where the RoPE parameters state
+    `mscale_all_dim`.
+    """
     mscale = rope.get("mscale_all_dim") if rope.get("rope_type", "default") != "default" else None
     amplitude = 1 + 0.1 * mscale * math.log(max(1.0, rope["factor"])) if mscale else 1.0
     return float(head_dim**-0.5 * amplitude**2)
 
 
 def halves_first(width: int, start: int, size: int) -> Callable[[Tensor], Tensor]:
-    """In blocks of `width` rows, puts even rows of `size` from `start` before odd ones."""
+    """In blocks of `width` rows, puts every second of the `size` from `start` on before the others
+    between them.
+    """
     numbers = torch.arange(width)
     turned = numbers[start : start + size].view(-1, 2).t().flatten()
     order = torch.cat([numbers[:start], turned, numbers[start + size :]])

@@ -1,4 +1,6 @@
-"""What every layer gets of the tokens beside the residual stream: Gemma 4's embeddings."""
+"""What every layer is given of the tokens themselves beside the residual stream: per-layer
+embeddings, as Gemma 4 has them.
+"""
 
 from dataclasses import dataclass
 
@@ -31,7 +33,9 @@ class LayerInputs:
     norm: Norm
 
     def __call__(self, ops: Ops, token_ids: Tensor, embeddings: Tensor) -> Tensor:
-        """[T, layers, P] from ids int64 [T] and their embeddings [T, H] for the first layer."""
+        """[T, layers, P] from ids int64 [T] and their embeddings [T, H] as the first layer is given
+        them.
+        """
         width = len(self.norm.weight)
         projected = ops.project(self.projection, embeddings) * self.projection_scale
         projected = projected.view(-1, width)

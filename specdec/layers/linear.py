@@ -1,4 +1,6 @@
-"""Linear layers: one interface, behind which weights differ in storage and kernel."""
+"""Linear layers: one interface, behind which weights differ in how they are stored and by which
+kernel they are read.
+"""
 
 from abc import ABC, abstractmethod
 from functools import cached_property
@@ -48,11 +50,15 @@ class Linear(ABC):
 
     @property
     def prefetchable(self) -> Tensor | None:
-        """What an earlier kernel may ask memory for; see `specdec.kernels.triton_prefetch`."""
+        """What a kernel before this product may ask the memory for; see
+        `specdec.kernels.triton_prefetch`.
+        """
         return None
 
     def few_rows(self, x: Tensor, **how: Unpack[FewRows]) -> Tensor | None:
-        """Few rows by our own kernel (`specdec.layers.triton_linear`); None for none."""
+        """The product of few rows by our own kernel, see `specdec.layers.triton_linear.few_rows`;
+        None where there is none.
+        """
         return None
 
 

@@ -1,4 +1,6 @@
-"""What layers have beside or for attention: recurrences or convolutions, no keys and values."""
+"""What decoder layers have in the place of attention, or beside it: a recurrence or a convolution
+instead of keys and values.
+"""
 
 from dataclasses import dataclass
 

@@ -42,7 +42,9 @@ class ClusteredHead:
     chosen: int
 
     def mask(self, hidden: Tensor, logits: Tensor) -> Tensor:
-        """`logits` [n, V] of `hidden` [n, H], the lowest number for other clusters' tokens."""
+        """`logits` [n, V] of `hidden` [n, H],
+        those of tokens in other clusters the lowest number.
+        """
         scores = self.centroids(hidden)
         likeliest = torch.zeros_like(scores, dtype=torch.bool).scatter_(
             1, scores.topk(self.chosen, dim=1).indices, True
@@ -86,7 +88,9 @@ class PredictionLayers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights that many rows read, but for a head that is the target's."""
+        """Bytes of the weights that a forward of many rows reads, but for a head that is the
+        target's.
+        """
         own = [
             self.projection,
             self.head,
@@ -96,7 +100,9 @@ class PredictionLayers:
         return self.decoder.nbytes + sum(one.nbytes for one in own if one is not None)
 
     def features(self, raw: Tensor) -> Tensor:
-        """Hidden states [T, Ht] as rows get them, of the target's last raw outputs."""
+        """Hidden states [T, Ht] as rows are given them, of raw outputs like them of the target's
+        last layer.
+        """
         return self.decoder.ops.norm(raw, self.target_norm)
 
     def __call__(

@@ -51,7 +51,9 @@ class SummedLinear(Linear):
         return out if residual is None else out.add_(residual)
 
     def few_rows(self, x: Tensor, **how: Unpack[FewRows]) -> Tensor | None:
-        """See `Linear.few_rows`; never in partial sums, which ranks would have to add first."""
+        """See `Linear.few_rows`; never in partial sums, which would take a launch of their own to
+        be added before ranks add.
+        """
         how["may_split"] = False
         product = self.part.few_rows(x, **how)
         return None if product is None else all_reduce(product, self.group)

@@ -1,1 +1,3 @@
-"""The nouns of a step: the protocols of target and drafter, and their batches."""
+"""The nouns of a step: the protocols of target and drafter, and the batches they are given. Others
+build on it.
+"""

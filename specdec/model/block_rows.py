@@ -57,7 +57,9 @@ def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: in
 
 
 def tree_places(seq_lens: Tensor, tree: DraftTree, most: int) -> TreePlaces:
-    """Rows of trees behind int64 [num_reqs] tokens; position ids are below `most`."""
+    """The rows of trees behind int64 [num_reqs] tokens of each request; position ids are below
+    `most`.
+    """
     if KERNEL.runs_on(seq_lens.device):
         from specdec.model import triton_block_rows  # it imports Triton
 
@@ -76,7 +78,9 @@ def _tree_places(seq_lens: Tensor, tree: DraftTree, most: int) -> TreePlaces:
 
 
 def check_block_rows(device: torch.device) -> Deviation:
-    """Rows that reach into a next block, and those of trees near the model's length."""
+    """Rows of a few requests, some of which reach into a next block, and those of trees near the
+    model's length.
+    """
     generator = torch.Generator().manual_seed(0)
     seq_lens, width = torch.tensor([0, 15, 16, 40]), 5
     table = torch.randperm(16, generator=generator).view(4, 4).int()

@@ -1,4 +1,6 @@
-"""Putting a tree's accepted path where a chain's rows would lie, in all layers' paged caches."""
+"""Putting the accepted path of a tree where a chain's rows would lie, in the paged caches of all
+layers.
+"""
 
 from collections.abc import Iterable
 
@@ -36,7 +38,9 @@ class CacheRows:
 
 
 def check_cache_rows(device: torch.device) -> Deviation:
-    """Rows of several lengths, whole words and odd bytes; of two requests one moves none."""
+    """Rows of several lengths, whole words and odd bytes;
+    of two requests one has nothing to move.
+    """
     from specdec.model import triton_cache_rows
 
     generator = torch.Generator().manual_seed(0)

@@ -201,7 +201,9 @@ class LengthRule(NamedTuple):
     grows: bool
 
     def rope_len(self, prompt: int, total: int) -> int:
-        """`rope_lens` of a request by tokens and with output; equal ones rotate alike."""
+        """`ForwardInput.rope_lens` of a request with so many tokens, and so many with its output;
+        equal ones rotate alike.
+        """
         length = prompt if self.grows else total - 1  # the last token is never read
         return 0 if length <= self.start else length if self.grows else self.start + 1
 
@@ -234,11 +236,15 @@ class Verifier(Protocol):
     random_weights: bool
     """The output means nothing: weights are random, to measure its shape."""
     weight_codes: tuple[str, ...]
-    """How packed weights are read (`specdec.layers.packed.weight.Code`); empty for plain ones."""
+    """How packed weights are read (`specdec.layers.packed.weight.Code`); empty where all are plain
+    numbers.
+    """
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that many rows read; of a mixture of experts, all of them."""
+        """Bytes of the weights that a forward of many rows reads; of a mixture of experts, all of
+        them.
+        """
 
     @property
     def routed_experts(self) -> RoutedExperts | None:
@@ -256,7 +262,9 @@ class Verifier(Protocol):
 
     @property
     def attention(self) -> AttentionBackend | MlaBackend:
-        """Attention over those layers, or those like the first, see `AttentionBackend.each`."""
+        """Attention over those layers; where heads differ, over those like the first, see
+        `AttentionBackend.each`.
+        """
 
     def forward(
         self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()
@@ -286,7 +294,9 @@ class Drafter(Protocol):
     usual_draft_tokens: int | None = None
     """The k that its checkpoint recommends; None for the largest."""
     num_lookahead_tokens: int = 0
-    """Cache positions from L on that drafting always writes; 0 for none, or at most k + 1."""
+    """Cache positions from L on that drafting writes whatever k is; 0 where it writes none, or no
+    more than k + 1.
+    """
     aux_layer_ids: tuple[int, ...] = ()
     """Decoder layers (0-based) of the target whose raw outputs are needed."""
     tokens_ahead: int = 0
@@ -377,7 +387,9 @@ class BoundDrafter(Protocol):
         return
 
     def keep_private(self, slot: int) -> None:
-        """The request starting in `slot` has a salt: what it writes may help no other."""
+        """The request that has just started in `slot` has a salt: nothing that it writes may help
+        another one.
+        """
         return
 
     def forget(self) -> None:

@@ -1,4 +1,6 @@
-"""Where rows of blocks stand, in Triton; see `specdec.model.block_rows`."""
+"""Where the rows of blocks stand, in Triton, one program per request; see
+`specdec.model.block_rows`.
+"""
 
 import torch
 import triton

@@ -24,7 +24,8 @@ from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.model.core import Drafter
 
 FITTED = "fitted"
-"""Key of a dataclass field's metadata: it holds numbers that training fits."""
+"""In the metadata of a dataclass' field: it holds numbers that training fits, which a tensor holds
+as well."""
 
 _PLAIN = (bool, int, float, str, bytes, type(None), range, frozenset, Enum)
 _TORCH = (torch.dtype, torch.device)

@@ -29,12 +29,16 @@ def all_reduce(x: Tensor, group: Group | None) -> Tensor:
 
 
 def summed(part: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
-    """[T, H] in that type: the sum over ranks, and parts, of [T, H] or [parts, T, H]."""
+    """[T, H] in that type: the sum over the ranks of [T, H], or of [parts, T, H], which are added
+    up before they are rounded.
+    """
     return all_reduce((part.sum(0) if part.ndim == 3 else part).to(dtype), group)
 
 
 def gather_last(x: Tensor, group: Group | None, width: int) -> Tensor:
-    """Every rank's `x` [..., w] side by side in rank order, of which [..., width] count."""
+    """Every rank's `x` [..., w] side by side in the order of ranks, of which the first numbers
+    [..., width].
+    """
     if group is None:
         return x
     whole = torch.cat(gathered(x, group.size, group.device_group).unbind(0), dim=-1)

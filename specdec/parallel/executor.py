@@ -48,7 +48,9 @@ class Ranks(Protocol):
         """Waits for them to end, or ends them."""
 
     def why_ended(self) -> str | None:
-        """One line about the rank that has ended unasked, waited for a moment; None if none has."""
+        """One line about the rank that has ended though nobody asked it to, waiting a moment for
+        it; None if there is none.
+        """
 
 
 class Executor:
@@ -133,7 +135,9 @@ class Executor:
 
     @contextmanager
     def together(self) -> Iterator[bool]:
-        """What all ranks do at once; on rank 0 an error ends the group. Gives if outermost."""
+        """What all ranks do at the same time; on rank 0 an error ends the group. Gives whether it
+        is the outermost.
+        """
         with self._lock:
             if self._inside or not self.leads:
                 yield False
@@ -303,7 +307,9 @@ def install(executor: Executor) -> Executor:
 
 
 def executor_of(target: object) -> Executor | None:
-    """The group whose ranks compute a target together; None for this process alone."""
+    """The group whose ranks compute a target together; None for one that this process computes
+    alone.
+    """
     executor = _current
     return executor if executor is not None and group_of(target) is executor.group else None
 

@@ -1,4 +1,6 @@
-"""The processes that compute one target together (tensor parallel, arXiv 1909.08053)."""
+"""The processes that compute one target together, each with its share of the weights (tensor
+parallel, arXiv 1909.08053).
+"""
 
 import os
 from dataclasses import dataclass, replace
@@ -16,7 +18,8 @@ WITHOUT_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""Keeps every library from NVLink multicast; each reads its own with the first group."""
+"""What keeps every library from NVLink multicast; each reads its own when the first group is made.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +58,9 @@ class Group:
 
 
 def rank_device(device: torch.device) -> torch.device:
-    """The accelerator of this process: the one that LOCAL_RANK names, as torchrun sets it."""
+    """The accelerator of this process: of several of that type the one that LOCAL_RANK names, as
+    torchrun sets it.
+    """
     local = os.environ.get("LOCAL_RANK")
     return (
         torch.device(device.type, int(local))
@@ -108,6 +113,8 @@ def join_group(
 
 
 def group_of(target: object) -> Group | None:
-    """The ranks that compute a target together; None for one alone, or that knows no groups."""
+    """The ranks that compute a target together; None for a process alone, of whose targets not all
+    know of groups.
+    """
     group: Group | None = getattr(target, "group", None)
     return group

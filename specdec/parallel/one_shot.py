@@ -95,7 +95,9 @@ def one_shot(
 
 
 def max_bytes(size: int) -> int:
-    """Most bytes of a message; beyond, rings and trees are faster than all reading all."""
+    """Most bytes of a message: beyond, rings and trees are faster, for here each rank reads all of
+    every other one's.
+    """
     return 512 * 1024 if size <= 4 else 256 * 1024
 
 

@@ -1,4 +1,6 @@
-"""Memory in which ranks of several GPUs add up rows, within the kernel that goes on."""
+"""Memory of several GPUs in which their ranks add up rows, each within the kernel that goes on with
+the sum.
+"""
 
 from typing import Any
 
@@ -6,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 MAX_ROWS = 64
-"""Most rows of a sum: as many programs of a kernel wait for others', so all run at once."""
+"""Most rows of a sum: as many programs of a kernel wait for those of other ranks, so all of them
+have to run at once.
+"""
 
 
 class SharedRows:

@@ -1,4 +1,6 @@
-"""Where ranks listen: on loopback alone, unless they are on several machines or told."""
+"""Where the ranks of a group listen: on the loopback interface alone, unless they are on several
+machines or told otherwise.
+"""
 
 import logging
 import os
@@ -75,7 +77,9 @@ def on_one_machine() -> bool:
 
 
 def listening(process: int | str = "self") -> set[tuple[str, int]]:
-    """Addresses and ports at which a process takes TCP connections; empty without Linux."""
+    """Addresses and ports at which a process takes connections over TCP; empty where the system is
+    not Linux.
+    """
     folder, own = Path(f"/proc/{process}"), set()
     for entry in folder.glob("fd/*"):
         try:

@@ -1,4 +1,6 @@
-"""What rank 0 tells the others over gloo: a few numbers, with bytes behind where needed."""
+"""What rank 0 tells the others: messages of a few numbers, with bytes behind them where there is
+more to say, over gloo.
+"""
 
 import ctypes
 import struct

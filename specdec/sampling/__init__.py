@@ -1,1 +1,3 @@
-"""How tokens are drawn: probabilities of logits, a random stream per request, its numbers."""
+"""How tokens are drawn: probabilities from logits, one random stream per request, and the numbers
+that requests bring.
+"""

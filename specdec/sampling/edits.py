@@ -19,7 +19,9 @@ _NEVER = 2**62  # a position that no output reaches
 
 
 def num_edits(params: SamplingParams) -> int:
-    """Tokens whose logits a request changes; `stop_token_ids` has all that end it."""
+    """Tokens whose logits a request changes; where it matters the engine has put all that end it
+    into `stop_token_ids`.
+    """
     return len(params.logit_bias) + (len(params.stop_token_ids) if params.min_tokens else 0)
 
 
@@ -51,7 +53,9 @@ class Edits:
         *,
         pin: bool = False,
     ) -> None:
-        """Overwrites rows `slots` int64 [m] with m requests' edits, from positions `firsts` on."""
+        """Overwrites the rows `slots` int64 [m] with what m requests change, whose outputs begin at
+        the positions `firsts`.
+        """
         rows = [_entries(each, first) for each, first in zip(params, firsts, strict=True)]
         width = max(map(len, rows))
         self.ends.index_fill_(0, slots, 0)

@@ -13,7 +13,9 @@ SORTED_VOCABULARY = 4096
 """Largest vocabulary that top-p sorts."""
 
 COLDEST = 1e-20
-"""Temperatures below act like it, one-hot for any float32 logits; less could overflow."""
+"""Temperatures below act like it: already one-hot for any logits that differ in float32; dividing
+by less could overflow.
+"""
 
 _UNIT = 2**52  # probability 1 in the integer sums of top-p
 
@@ -45,7 +47,9 @@ def filtered_scores(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def processed_probs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """`filtered_scores` as distributions float32 [num_reqs, n, V]; greedy: one-hot, first best."""
+    """The distributions of `filtered_scores`, float32 [num_reqs, n, V]; of greedy requests one-hot
+    at the first maximum.
+    """
     probs = filtered_scores(logits, sampling).softmax(dim=-1)
     greedy = torch.zeros_like(probs).scatter_(-1, argmax(logits)[0][..., None], 1.0)
     return torch.where(sampling.temperature[:, None, None] == 0, greedy, probs)

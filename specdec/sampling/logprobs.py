@@ -1,4 +1,6 @@
-"""Log-probabilities of tokens under the target's unprocessed logits, and the likeliest."""
+"""Log-probabilities of tokens under the target's unprocessed logits, with the likeliest tokens
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torch.nn import functional as F
 from specdec.sampling.trees.candidates import highest_columns
 
 Top = dict[int, float]
-"""Log-probabilities by token, likeliest first; the position's own last where not among them."""
+"""Log-probabilities by token, the likeliest first; the token of the position stands last where it
+is not among them.
+"""
 
 ROWS = 128
 """Whose logits are held in float32 at once: of a prompt there are many."""

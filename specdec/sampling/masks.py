@@ -26,7 +26,9 @@ class TokenMasks:
 
     @classmethod
     def empty(cls, num_reqs: int, rows: int, vocab_size: int, memory: Tensor) -> TokenMasks:
-        """Masks of no request yet, with room for all: in `memory` int32 [any], if it suffices."""
+        """Masks that hold no request yet, with room for all: in `memory`, int32 [any], or beside it
+        where that is too small.
+        """
         shape = (num_reqs, rows, -(-vocab_size // 32))
         words = (
             memory[: prod(shape)].view(shape)
@@ -65,7 +67,9 @@ def _mask_logits(logits: Tensor, masks: TokenMasks) -> None:
 
 
 def check_masks(device: torch.device) -> Deviation:
-    """Random masks in every type, a vocabulary ending within a word, grammarless requests."""
+    """Random masks in every type, a vocabulary that ends within a word, and requests without a
+    grammar.
+    """
     from specdec.sampling import triton_masks
 
     generator = torch.Generator().manual_seed(0)

@@ -53,7 +53,9 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """Bijective 64-bit finalizer: an input bit flips output bits half of the time."""
+    """Bijective 64-bit finalizer: flipping any input bit flips every output bit with probability
+    near one half.
+    """
     bits = (bits ^ _shift_right(bits, 30)) * _FACTORS[0]
     bits = (bits ^ _shift_right(bits, 27)) * _FACTORS[1]
     return bits ^ _shift_right(bits, 31)

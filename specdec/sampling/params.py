@@ -29,7 +29,9 @@ MAX_TOP_LOGPROBS = 64
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 2048
-"""A request's stop strings, and their characters: each new token is compared with all."""
+"""Stop strings of a request, and their characters together: each new token is compared with all of
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)

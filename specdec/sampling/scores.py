@@ -1,4 +1,6 @@
-"""From logits to the scores that tokens are chosen by: edits of single ones, penalties."""
+"""From the target's logits to the scores that tokens are chosen by: edits of single logits, then
+penalties for what came before.
+"""
 
 import torch
 from torch import Tensor
@@ -107,7 +109,9 @@ def lowered_in_cache(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tenso
 
 
 def _counted(tokens: Tensor, tree: DraftTree | None) -> Tensor:
-    """bool [num_reqs or 1, n, n]: the block's tokens before each row, and its own."""
+    """bool [num_reqs or 1, n, n]: which tokens of the block each row has before it or is fed
+    itself.
+    """
     width = tokens.shape[1]
     if tree is None:
         return (

@@ -99,7 +99,9 @@ def _highest(
     high: tl.tensor,
     UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """The highest int64 place, `low` to `high`, from which weights are `wanted`; else `low`."""
+    """The highest place in order, int64 from `low` to `high`, from which on the weights are
+    `wanted`; `low` if there is none.
+    """
     while low < high:
         step = ((high - low) // UNIT // 2 + 1) * UNIT
         enough = tl.sum(tl.where(order >= (low + step).to(tl.int32), weights, 0.0), 0) >= wanted
@@ -143,7 +145,9 @@ def _highest_listed(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """The highest of logits, reread; each weighs 1, or WEIGHTED exp((x - best) / temperature)."""
+    """The highest of logits that are read each time; each weighs 1, or with WEIGHTED exp((x - best)
+    / temperature).
+    """
     while low < high:
         # Reading takes longest, so one look compares with three places. Lanes add up their own, and
         # are added up once.

@@ -1,4 +1,6 @@
-"""Masking logits in Triton, in place; allowed ones stay untouched; see `sampling.masks`."""
+"""Masking logits in Triton, in place: logits that may stay are neither read nor written; see
+`specdec.sampling.masks`.
+"""
 
 import triton
 import triton.language as tl
@@ -41,7 +43,9 @@ def _mask_logits_kernel(
 
 
 def mask_logits(logits: Tensor, words: Tensor, places: Tensor) -> None:
-    """Writes -inf into `logits` [num_reqs, rows, V] that `TokenMasks` does not allow."""
+    """Writes -inf into `logits` [num_reqs, rows, V] where `words` and `places` of `TokenMasks` do
+    not allow a token.
+    """
     num_reqs, rows, vocab_size = logits.shape
     assert logits.is_contiguous() and words.is_contiguous() and words.shape[1] == rows
     with on_device(logits):

@@ -1,4 +1,6 @@
-"""The bodies of requests: how long one may take, and how much one and all may hold."""
+"""The bodies of requests: how long one may take, how much it may hold, and how much all may
+together.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SMALL = 65_536
 """Bytes of a body that is taken whatever others hold: connections bound how many there are."""
 
 VALUE_BYTES = 64
-"""Memory of a JSON value, about; an object or an entry of one counts as four, for reading it."""
+"""What a value of JSON takes in memory, about; an object or an entry of one counts as four, for
+what it takes to read.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +97,9 @@ class Bodies:
         return bytes(body)
 
     def _weigh(self, place: Place, body: bytes) -> None:
-        """Values take time and memory to read, so signs are counted before, in texts as well."""
+        """Reading JSON takes time and memory by its values, so they are counted before: by their
+        signs, those in texts as well.
+        """
         values = body.count(b",") + 4 * sum(body.count(sign) for sign in (b"[", b"{", b":"))
         if values > self._config.max_body_values:
             raise self._too_large("values", self._config.max_body_values)

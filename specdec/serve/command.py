@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         count = fronts_for(engine.max_num_seqs, usable_cores())
         config = replace(config, front_processes=count)
         if count > 1:
-            _say(f"{count} front processes speak HTTP; --front-processes says how many")
+            why = f"for {engine.max_num_seqs} requests at once and {usable_cores()} cores"
+            _say(f"{count} front processes, {why}; --front-processes takes another number")
     sock = listen(config)  # a port that is taken is told before a model is loaded
     others = os.environ.get("RANK", "0") != "0"  # the leading rank serves
     count = 0 if others else config.num_fronts

@@ -10,7 +10,9 @@ from specdec.base.errors import InvalidInputError
 from specdec.base.files import user_path
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
-"""The environment's variable with the key, so that no list of processes shows it."""
+"""A variable of the environment: the key where no option names one, so that it stands in no list of
+processes.
+"""
 
 MAX_FRONTS = 64
 """Most processes that speak HTTP."""

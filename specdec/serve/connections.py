@@ -27,7 +27,9 @@ READ_BYTES = 32_768
 
 PIECES = 8192
 PIECE_BYTES = 8
-"""With more line ends and fewer bytes for each, a chunked body takes all time there is."""
+"""So many ends of lines, and fewer bytes for each, have no use: those of a body in chunks of a byte
+take all time there is.
+"""
 
 
 class Patient:
@@ -112,7 +114,9 @@ class Connections:
 
 
 def _phase(protocol: Any) -> Phase:
-    """What a connection waits for; one answered before all had come is still in its headers."""
+    """What a connection waits for. A request that was answered before all of it had come is still
+    in its headers.
+    """
     cycle = protocol.cycle
     if cycle is None or cycle.response_complete:
         return "headers" if protocol.timeout_keep_alive_task is None else "idle"

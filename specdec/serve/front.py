@@ -255,7 +255,9 @@ class Front:
         self.on_end()
 
     async def drain(self) -> None:
-        """Takes nothing new on, waits for what is unfinished as long as config allows, ends it."""
+        """Takes nothing new on, and waits for what is unfinished, as long as the config allows;
+        then ends it.
+        """
         self.draining = True
         for waiting in list(self._waiting):  # what they are for would be refused
             waiting.cancel()

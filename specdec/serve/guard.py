@@ -55,7 +55,9 @@ class Guard:
             await self._app(scope, replay, send)
 
     def _check_host(self, scope: Scope) -> None:
-        """Another's DNS may lead a name here for a page of theirs: such a name is no host."""
+        """A name that another's DNS may have led here, so that a page of theirs reads what is
+        served without a key, is no host.
+        """
         if not self._by_host:
             return
         given = (

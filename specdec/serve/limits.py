@@ -1,4 +1,6 @@
-"""What a request may ask at most, beside `ServeConfig`'s options; docs/serve.md has a table."""
+"""What a request may ask at most, beside the options of `ServeConfig`. docs/serve.md has all of it
+in one table.
+"""
 
 from specdec.sampling.params import MAX_EDITS, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOP_LOGPROBS
 
@@ -21,7 +23,9 @@ MAX_PROMPT_LOGPROBS = 524_288
 """Log-probabilities of all prompts of a request, with those of the tokens themselves."""
 
 CHARACTERS_PER_TOKEN = 16
-"""Most characters of a text for each token that it may have: it is looked at no further."""
+"""A text has so many characters at most for each token that it may have: it is not looked at any
+further.
+"""
 
 TOKENIZED = 131_072
 """Tokens of what `/tokenize` and `/detokenize` take, or those of the context where it is longer."""

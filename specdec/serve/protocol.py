@@ -101,7 +101,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Counts fields before anything is made of them; drops nulls, as many clients write."""
+        """Null is what many clients write for a field that is not set. Before anything is made of
+        fields, they are counted.
+        """
         if not isinstance(given, dict):
             return given
         if len(given) > MAX_FIELDS:

@@ -120,7 +120,9 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens, a few connections and bytes at a time, so that many never hold up others."""
+        """Listens, taking a few connections and bytes of each at a time, so that many never hold up
+        the others.
+        """
         kind = self.config.http_protocol_class
         self.config.http_protocol_class = type("Patient", (Patient, kind), {})
         await super().startup(sockets)
@@ -128,7 +130,9 @@ class Server(uvicorn.Server):
         self.front.engine.begin()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends connections: at once those that wait for no answer, later those that do not read."""
+        """Ends connections: at once those that wait for no answer, and then those that do not read
+        theirs.
+        """
         self._connections.close("idle", "headers", "body", "unread")
         last = asyncio.get_running_loop().call_later(LAST_SECONDS - 1, self._connections.close)
         await super().shutdown(sockets)

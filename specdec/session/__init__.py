@@ -1,1 +1,3 @@
-"""An engine for callers: threads, handles, texts, and the Python API."""
+"""An engine for callers: threads, handles, texts, and the Python API. Commands and the server reach
+the engine through it.
+"""

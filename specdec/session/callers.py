@@ -8,7 +8,9 @@ from specdec.session.handle import Handle
 
 
 class Callers:
-    """The handles of unfinished requests, kept only as long as somebody waits."""
+    """The handles of unfinished requests, which belong to those who wait; nothing is kept for who
+    has let go of his.
+    """
 
     def __init__(self) -> None:
         self._handles: dict[Request, ref[Handle]] = {}

@@ -1,4 +1,6 @@
-"""The Python API: load a target and a drafter, generate or stream, and read drafts' figures."""
+"""The Python API: load a target and a drafter, generate or stream,
+and read how the drafts fared.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int] | Tensor | Sequence[dict[str, Any]]
-"""Raw text, token ids (also a 1-dimensional array or tensor), or messages of role and content."""
+"""Raw text, token ids (also an array or a tensor of one dimension), or chat messages with `role`
+and `content`.
+"""
 
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 Prompts = (
@@ -189,14 +193,18 @@ class SpecDecoder:
             self.session.between_steps(partial(self.engine.exchange, self.engine.staged))
 
     def close(self) -> None:
-        """Cancels what is unfinished and ends the target's other processes, for good."""
+        """Cancels what is unfinished, and ends the other processes that compute the target; nothing
+        can be decoded afterwards.
+        """
         self.session.close()
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.let_go()
 
     def plain(self) -> SpecDecoder:
-        """This target without a drafter, with its own cache: the baseline of every ratio."""
+        """This target without a drafter and with a cache of its own: the baseline of every
+        ratio.
+        """
         return self.variant(None, self.engine.config.plain())
 
     def variant(self, drafter: Drafter | None, config: EngineConfig) -> SpecDecoder:
@@ -387,7 +395,9 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _listed(inputs: Any) -> Any:
-    """A string as it is; an ordered rest as a list, with arrays and numbers as Python's own."""
+    """A string as it is; anything in an order as a list, in which arrays, tensors and their numbers
+    are Python's own.
+    """
     inputs = inputs.tolist() if hasattr(inputs, "tolist") else inputs
     if isinstance(inputs, str):
         return inputs

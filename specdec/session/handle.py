@@ -93,7 +93,9 @@ class Stream:
         return self._error is not None
 
     def open(self) -> None:
-        """Counts one more request whose chunks will come; the session calls this."""
+        """Counts one more request whose chunks will come; called by the session,
+        as what follows.
+        """
         self._num_open += 1
 
     def put(self, chunk: StreamChunk) -> None:
@@ -121,7 +123,9 @@ class Stream:
             ) from self._error
 
     def _take(self, end: type[Exception]) -> StreamChunk | None:
-        """The next chunk, None where another reader was faster; raises `end` at the end."""
+        """The next chunk, None where another reader was faster; raises `end` when there will be no
+        more.
+        """
         ended = not self._num_open  # asked first, since the last chunk comes before the end
         try:
             return self._chunks.popleft()

@@ -1,4 +1,6 @@
-"""Where a file of figures or answers comes from: command, commit, versions, device, files."""
+"""Where a file of figures or answers comes from: the command, the commit, the versions, the device,
+the exact files.
+"""
 
 import hashlib
 import platform
@@ -21,7 +23,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def origin_of_run(verifier: Verifier, reader: PromptReader | None = None) -> dict[str, Any]:
-    """What every file of a run says of it: command, versions, target, device, types, reading."""
+    """What every file that a run leaves says of the run: command, versions, target, device and
+    types, and where it reads prompts how.
+    """
     return {
         "command": command_line(),
         "commit": commit(),
@@ -71,7 +75,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def commit() -> str | None:
-    """Commit of this code's checkout, with "+changes" where files differ; None without one."""
+    """Commit of the checkout that this code runs from, with "+changes" when files differ from it;
+    None when installed otherwise.
+    """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_QUEUE = 1024
-"""Most unfinished requests of a session, or four times the engine's, if that is more."""
+"""Unfinished requests that a session holds, or four times as many as the engine decodes at once, if
+that is more.
+"""
 
 
 _INTERRUPTED = RuntimeError("a step was interrupted")
@@ -264,7 +266,9 @@ class Session:
                 self._thread.start()
 
     def close(self) -> None:
-        """Cancels what is unfinished, ends the thread if any, and takes nothing more."""
+        """Cancels what is unfinished, and ends the thread if there is one. Nothing can be submitted
+        afterwards.
+        """
         with self._lock:
             self._closed = True
             handles = self._callers.handles
@@ -374,7 +378,9 @@ class Session:
             raise
 
     def _take_over(self) -> None:
-        """Tells the engine of new and cancelled requests, and does what waits for a step's end."""
+        """Tells the engine of requests that have come or are cancelled, and does what is to be done
+        between steps.
+        """
         with self._lock:
             new, self._new = self._new, []
             cancelled, self._cancelled = [*self._cancelled, *self._callers.left], deque()

@@ -1,4 +1,6 @@
-"""Token ids and their text while they arrive, without unfinished characters and stop strings."""
+"""Token ids, and their text while they arrive: unfinished characters are held back, stop strings
+are found and cut.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def text_of(
     skip_special_tokens: bool = True,
     shown: frozenset[int] = frozenset(),
 ) -> str:
-    """Text of tokens that nothing follows; none without a tokenizer. `shown` tokens stay."""
+    """Text of tokens that nothing follows; none without a tokenizer. Special tokens that are
+    `shown` are never left out.
+    """
     if tokenizer is None:
         return ""
     if skip_special_tokens and shown:
@@ -56,15 +60,20 @@ def text_of(
 
 
 _REPLACEMENT = "\ufffd"
-"""What a tokenizer writes for bytes that are not UTF-8, so also for unfinished characters."""
+"""What a tokenizer writes for bytes that are not UTF-8, and so for a character whose last bytes are
+still to come.
+"""
 
 _LONG_WINDOW = 8
-"""Most tokens decoded again with every new one, those of an unfinished character aside."""
+"""Tokens that are decoded again with every new one at most, those of an unfinished character aside.
+"""
 
 
 @lru_cache(maxsize=4)
 def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens of single bytes as byte fallback spells them; none of any other tokenizer."""
+    """Tokens of single bytes, as tokenizers with byte fallback spell them; none of any other
+    tokenizer.
+    """
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
     return frozenset(
@@ -82,11 +91,15 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
 
 
 _never_found: set[str] = set()
-"""Most stop strings said never to match, so that requests fill neither memory nor log."""
+"""Stop strings that were said never to match; so many at most that requests fill neither memory nor
+log.
+"""
 
 
 def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> frozenset[int]:
-    """Special tokens that are stop strings; says which strings hold one and never match."""
+    """Special tokens that are stop strings; says of strings that hold one beside more text that
+    they never match.
+    """
     special = _special_tokens(tokenizer) if stop else {}
     for entry in stop:
         parts = (name for name in special if name and name in entry)
@@ -165,7 +178,9 @@ class IncrementalDecoder:
 
     @property
     def text(self) -> str:
-        """Settled text so far, without a completed stop string; everything once finished."""
+        """Settled text so far, without a completed stop string; everything once `finish` was
+        called.
+        """
         return "".join(self._taken) + self._text
 
     @property
@@ -249,7 +264,9 @@ class IncrementalDecoder:
         self._num_context, self._context_length = len(self._window), self._num_settled
 
     def _cut_at_stop(self) -> bool:
-        """Looks through what is new, and what is pending as it reads if nothing follows."""
+        """Looks through what is new, and through what is pending as it would read if nothing
+        followed.
+        """
         begin = self._searched
         self._node, end, length = self._stops.search(self._node, self._text[begin:])
         self._searched = len(self._text)

@@ -117,7 +117,9 @@ class Turns:
         self._offer()
 
     def end(self) -> None:
-        """Lets nobody step any more and waits for who does, before the interpreter ends."""
+        """Lets nobody step any more, and waits until nobody does: the interpreter ends, and would
+        take a thread out of torch.
+        """
         self._ending, limit = True, time.monotonic() + LAST_STEP
         while (
             not self._parked

@@ -20,7 +20,8 @@ from specdec.serve.processes.setup import Setup
 from specdec.serve.server import Server, listen, take_connections
 from specdec.session.decoder import SpecDecoder
 from specdec.session.link.channel import Channel, Facts
-from specdec.session.link.hub import Hub, Link
+from specdec.session.link.hub import Hub
+from specdec.session.link.link import Link
 from specdec.session.link.remote import Remote
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 from tests.helpers.waiting import HANG, wait_until

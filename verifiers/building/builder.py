@@ -221,7 +221,9 @@ class LayerBuilder:
     def _query_norms(
         self, index: int, weights: Weights, spec: AttentionSpec, reorder: Reorder | None
     ) -> tuple[Norm | None, Norm | None]:
-        """The norms of queries and keys; for one head a norm without weights commutes with RoPE."""
+        """The norms of queries and of keys; of one head a norm without weights is the same before
+        its rotation and after it.
+        """
         kind, own = self._description.norms_of_queries, self._reads[index] == index
         if kind == "unweighted":
             parameters = self._description.ropes[index]

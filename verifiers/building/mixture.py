@@ -67,7 +67,9 @@ def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
 def mlp_beside_experts(
     weights: Weights, description: Description, norm: Callable[[str], Norm | None]
 ) -> MlpBesideExperts:
-    """The feed-forward sublayer of a layer with both; `norm` makes its norms by name."""
+    """The feed-forward sublayer of a layer with both; `norm` makes the norms of that layer by their
+    names.
+    """
     names = (
         "post_feedforward_layernorm_1",
         "pre_feedforward_layernorm_2",
@@ -115,7 +117,9 @@ def _experts(experts: Weights, description: Description) -> Experts:
 
 
 def _as_run(weight: Tensor | Quantized) -> Tensor | PackedWeight:
-    """Plain numbers on a CPU, as `linear` has them, and of what experts' kernels do not take."""
+    """Plain numbers on a CPU, as `linear` has them,
+    and of what the kernels of experts do not take.
+    """
     packed = weight.packed() if isinstance(weight, GgufWeight) else weight
     if not isinstance(packed, PackedWeight) or (packed.plain and packed.device.type != "cpu"):
         return packed

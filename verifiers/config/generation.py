@@ -140,7 +140,9 @@ def _ends(
     vocab_size: int,
     tokenizer: Any,
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:
-    """The ends from the first source that names any, the tokenizer's if none, and notes."""
+    """The ends from the first source that names any, the tokenizer's where it is none of them, and
+    notes.
+    """
     sources = [] if file is None else [(FILE, file.get("eos_token_id"))]
     sources += [
         ("config.json", config.get("eos_token_id")),
@@ -237,7 +239,9 @@ def _defaults(
 
 
 def _effect(where: str, entries: Mapping[str, Any], defaults: SamplingDefaults) -> Iterator[str]:
-    """The line that says which entries hold, and which are not to be had; none for none."""
+    """The line that says what of the entries holds, and what is not to be had here; none where
+    there is nothing of it.
+    """
     holds = [f"{name} {value:g}" for name, value in defaults.stated.items() if name not in _SAMPLED]
     lost = [f"{name} {shown(value)}" for name, value in entries.items() if _changes(name, value)]
     parts = [f"{', '.join(holds)} where a request names none, as in generate"] if holds else []

@@ -1,4 +1,6 @@
-"""Names of tensors: from those of published files to those of transformers' parameters."""
+"""Names of tensors: from those that the files of published checkpoints have to those that
+transformers gives its parameters.
+"""
 
 import re
 from collections.abc import Collection, Sequence
@@ -100,7 +102,9 @@ def predicts(config: Any, names: Collection[str] = ()) -> bool:
 
 
 def class_facts(config: Any, dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """What transformers' class of a model says of tensors: those in float32, and those left out."""
+    """What transformers' class of a model says of its tensors: expressions for those in float32,
+    and for those to be left out.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -114,6 +118,8 @@ def class_facts(config: Any, dtype: torch.dtype) -> tuple[list[str], list[str]]:
 
 
 def wide_names(config: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """An expression for a model's tensors that are always float32; None where there are none."""
+    """An expression for the tensors of a model that are float32 whatever `dtype` the others have;
+    None where there are none.
+    """
     kept = class_facts(config, dtype)[0]
     return re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None

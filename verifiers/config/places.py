@@ -7,7 +7,9 @@ UNUSED = re.compile(
     r"\.((input|output|prob_output|bias)_(scale|zero_point)(_2)?|input_global_scale"
     r"|input_scale_ub|activation_scale|[qkv]_scale|prob_scale|weight_format)$"
 )
-"""Scales of activations and of the cache, which keep their type, and a mark of bitsandbytes."""
+"""Scales of activations and of the cache, which keep their own type here, and a mark of
+bitsandbytes.
+"""
 
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)$")
 MERGED = re.compile(

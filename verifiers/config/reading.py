@@ -1,4 +1,6 @@
-"""The boundary to strangers' files: one line names the entry at fault, whatever it holds."""
+"""The boundary to files of strangers: whatever stands in them, a user reads one line, which names
+the entry at fault.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +23,9 @@ Read = TypeVar("Read")
 Judge = Callable[[dict[str, Any]], object]
 
 NO_FOREIGN_CODE = {"trust_remote_code": False}
-"""Said each time, since transformers else asks on standard input whether to run remote code."""
+"""Said each time, since transformers otherwise asks on standard input whether to run code from a
+repository.
+"""
 
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("layers", "layer", "blocks"), (-4096, 4096)),

@@ -146,7 +146,9 @@ def backend_spec(
 def layer_specs(
     config: PreTrainedConfig, backend: AttentionBackend | MlaBackend
 ) -> list[LayerSpec]:
-    """What decoder layers cache, see `layer_caches`; shared selections have no index keys."""
+    """What decoder layers cache, see `layer_caches`; of latent attention no index keys where a
+    layer uses another's selection.
+    """
     if isinstance(backend, AttentionBackend):
         dtype = backend.spec.dtype
         return [
@@ -166,7 +168,9 @@ def layer_specs(
 def _layer_specs(
     config: PreTrainedConfig, layer: int, read: int, dtype: torch.dtype
 ) -> list[LayerSpec]:
-    """What one layer that reads layer `read` stores: nothing, one thing, or keys, values, state."""
+    """What one layer stores whose keys and values are those of layer `read`: nothing, one thing, or
+    keys, values and a state.
+    """
     specs: list[LayerSpec] = []
     if attends(config, layer):
         shape = head_shape(config, layer)
@@ -196,7 +200,9 @@ def layer_kinds(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend
 
 
 def expert_counts(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Routed experts of a layer, and how many of them a row goes to; None for a model without."""
+    """Routed experts of a layer, and how many of them a row is sent to;
+    None for a model without.
+    """
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     chosen = next(
@@ -277,7 +283,9 @@ def length_rule(config: PreTrainedConfig) -> LengthRule | None:
 
 
 def value_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Numbers of key and value heads where they differ; None where equal or latent."""
+    """Numbers of a key head and of a value head where they differ; None where they do not, or where
+    attention is latent.
+    """
     own = own_entries(config, 0)
     key_dim, value_dim = getattr(own, "head_dim", None), getattr(own, "v_head_dim", None)
     latent = getattr(own, "kv_lora_rank", None)
@@ -289,7 +297,9 @@ def value_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
 
 
 def peculiarity(config: PreTrainedConfig) -> str | None:
-    """What our own layers alone can do of a model, beside latent attention; None for nothing."""
+    """What of a model our own layers alone can do on our cache, in words, beside latent attention;
+    None for nothing.
+    """
     if any(is_recurrent(config, layer) for layer in range(config.num_hidden_layers)):
         return "recurrent layers"
     if CHUNKED in (getattr(config, "layer_types", None) or ()):

@@ -16,7 +16,9 @@ MIXERS_ALONE = frozenset({"mlp", "moe"})
 
 
 def is_recurrent(config: Any, layer: int) -> bool:
-    """Whether a decoder layer keeps a state per request, with or without keys and values."""
+    """Whether a decoder layer keeps a state per request in the place of keys and values, or beside
+    them.
+    """
     return _kind(config, layer) in STATES
 
 

@@ -1,4 +1,6 @@
-"""The text part of a multimodal checkpoint as a target: config, class, tensors, no tower."""
+"""The text part of a multimodal checkpoint, as a target of its own: its config, its class and its
+tensors, without the tower.
+"""
 
 import copy
 import logging
@@ -42,7 +44,9 @@ OURS = frozenset(
         "use_return_dict",
     }
 )
-"""Entries that say how to run a model and not what it is: that is for us to choose."""
+"""Entries that say how to run a model and not what it is: whatever a file says, that is for us to
+choose.
+"""
 
 _SENSES = {"image": "an image", "video": "a video", "audio": "a sound"}
 
@@ -116,7 +120,9 @@ def is_composite(config: PreTrainedConfig) -> bool:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the text part, with what the outer one alone has; a text model's own."""
+    """The config of the text part, with what stands in the outer one alone; of a text model the
+    config itself.
+    """
     if not is_composite(config):
         return config
     text: PreTrainedConfig = copy.deepcopy(config.get_text_config(decoder=True))
@@ -129,7 +135,9 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def media_token_ids(config: PreTrainedConfig) -> dict[int, str]:
-    """Token ids that stand for what a tower sees or hears, and that in words; none for text."""
+    """Token ids that stand for what a tower would have seen or heard, with what that is in words;
+    empty for a text model.
+    """
     if not is_composite(config):
         return {}
     found = {}
@@ -141,7 +149,9 @@ def media_token_ids(config: PreTrainedConfig) -> dict[int, str]:
 
 
 def text_class(config: PreTrainedConfig) -> Any:
-    """The causal language model of a text config; None where transformers has none."""
+    """The causal language model of a text config; None where transformers has the bare text model
+    alone, or nothing.
+    """
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if found is None and not is_composite(config):  # transformers has Mistral 4 on another list
         found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
@@ -292,7 +302,9 @@ class TextPart(nn.Module):
     def forward(
         self, input_ids: Tensor, *, logits_to_keep: int | Tensor = 0, **options: Any
     ) -> SimpleNamespace:
-        """Logits of all rows, the last, or `logits_to_keep`, as transformers' classes give."""
+        """Logits of all rows, or of the last ones or those that `logits_to_keep` names, as
+        transformers' own classes do.
+        """
         hidden = self.model(input_ids=input_ids, **options).last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept, :])

@@ -36,7 +36,9 @@ def _v2(config: Any, common: Mapping[str, Any]) -> Description:
 
 
 def v3(config: Any, common: Mapping[str, Any], **options: Any) -> Description:
-    """DeepSeek-V3 (arXiv 2412.19437), with more of its description; experts where configured."""
+    """DeepSeek-V3 (arXiv 2412.19437), with further entries of its description; without experts
+    where the config has none.
+    """
     routing = sigmoid_routing(config) if getattr(config, "n_routed_experts", None) else None
     interleaved = bool(getattr(config, "rope_interleave", True))
     return Description(

@@ -1,1 +1,3 @@
-"""Formats of quantized checkpoints, one per file: tensors of one linear layer to its weight."""
+"""Formats of quantized checkpoints, one per file: from the tensors of one linear layer to its
+weight.
+"""

@@ -25,7 +25,9 @@ def halves(packed: Tensor) -> Tensor:
 
 
 def paired(codes: Tensor) -> Tensor:
-    """Bytes of two codes each, for `halves`: uint8 [..., n / 2] from uint8 [..., n]."""
+    """Bytes of two codes each, what `halves` takes apart: uint8 [..., n / 2] from uint8 [...,
+    n].
+    """
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints of bitsandbytes: codes of a table (arXiv 2305.14314), and rows of 8-bit integers."""
+"""Checkpoints of bitsandbytes: blocks of codes that a table turns into numbers (arXiv 2305.14314),
+and rows of 8-bit integers.
+"""
 
 import json
 from typing import Any, NamedTuple

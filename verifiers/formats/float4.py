@@ -1,4 +1,6 @@
-"""4-bit floats: MXFP4, groups of 32 and a power of two; NVFP4, groups of 16 and an 8-bit float."""
+"""4-bit floats: MXFP4, whose groups of 32 share a power of two, and NVFP4, whose groups of 16 share
+an 8-bit float.
+"""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,6 @@
-"""8-bit floats with scales: per block (DeepSeek-V3, arXiv 2412.19437), output, group, or all."""
+"""8-bit floats with scales: per block as in DeepSeek-V3 (arXiv 2412.19437), per output, per group,
+or one for all.
+"""
 
 import torch
 from torch import Tensor
@@ -65,7 +67,9 @@ def floats(
 
 
 def block_of(scale: Tensor, weight: Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
-    """Outputs and inputs that share a scale, by the config: ragged shapes do not tell it."""
+    """Outputs and inputs that share a scale; the block's size comes from the config, since ragged
+    shapes do not tell it.
+    """
     *leading, out_features, in_features = weight.shape
     count = scale.numel() // max(torch.Size(leading).numel(), 1)
     rows, columns = block or BLOCK

@@ -149,7 +149,9 @@ def integers(
 
 
 def byte_integers(module: str, parts: Parts, group: int | None, dtype: torch.dtype) -> PackedWeight:
-    """Signed bytes: `weight` int8 [out, in], `weight_scale`, perhaps `weight_zero_point`."""
+    """A weight of signed bytes: `weight` int8 [out, in], `weight_scale` and perhaps
+    `weight_zero_point` as signed bytes.
+    """
     weight = parts["weight"]
     scale = as_number(parts["weight_scale"])
     block = (1 if scale.numel() > 1 else weight.shape[0], group or weight.shape[1])

@@ -7,7 +7,9 @@ from fnmatch import translate
 from verifiers.formats.settings import SettingError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-"""What names of a decoder's modules begin with, in checkpoints of several parts or one."""
+"""What the names of a decoder's modules begin with, in a checkpoint of several parts and in one of
+its own.
+"""
 
 
 def aliases(module: str) -> list[str]:

@@ -68,7 +68,9 @@ def stated_quantization(config: Any) -> Settings | None:
 
 
 def quantization_of(path: Path, config: Any) -> Settings | None:
-    """The `quantization_config` of a checkpoint, from `config` or its files; None for plain."""
+    """The `quantization_config` of a checkpoint, from `config` or from its files; None for plain
+    numbers.
+    """
     if stated := stated_quantization(config):
         return stated
     whole = _json(path / "config.json")

@@ -1,4 +1,6 @@
-"""Settings of a quantization config: each is what it has to be, or is refused by name."""
+"""Settings of a quantization config, whose values may be anything: each is what it has to be, or is
+refused by name.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -22,7 +24,9 @@ def integer(settings: Settings, *keys: str, default: int) -> int:
 
 
 def group_size(settings: Settings, *keys: str, default: int = -1) -> int | None:
-    """Inputs that share a scale, by one of the keys ("group_size"); None where all do (-1)."""
+    """Inputs that share a scale, under one of the keys, "group_size" by default; None where all do,
+    which -1 says.
+    """
     keys = keys or ("group_size",)
     size = integer(settings, *keys, default=default)
     if size < 1 and size != -1:

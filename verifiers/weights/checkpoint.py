@@ -1,4 +1,6 @@
-"""Weights of a local checkpoint, quantized or not, tensor by tensor, without transformers."""
+"""Weights of a local checkpoint, quantized or not, read tensor by tensor without transformers'
+modules.
+"""
 
 import logging
 import re
@@ -189,7 +191,9 @@ class _Reader:
         return weights
 
     def _experts(self) -> dict[str, list[list[str]]]:
-        """Experts that lie one by one, by what they are joined to: a list of projections each."""
+        """Modules of experts that lie one by one, by the name of what they are joined to: a list of
+        projections for each expert.
+        """
         found: dict[tuple[str, str], dict[int, str]] = {}
         for module in self._parts:
             if expert := EXPERT.match(module):
@@ -296,7 +300,9 @@ class _Reader:
         return weight if self._as_stored else self._dense(weight)
 
     def _dense(self, weight: Stored) -> Tensor:
-        """In plain numbers, experts one by one: on the way they take several times their room."""
+        """In plain numbers, of experts one by one:
+        on the way they take several times their room.
+        """
         if not isinstance(weight, Quantized):
             return weight.to(self._dtype)
         if len(weight.shape) == 2:
@@ -307,7 +313,9 @@ class _Reader:
         return numbers
 
     def _finished(self, weight: Stored, *, one_by_one: bool = False) -> Stored:
-        """As `read_weights` returns it: packed or single experts plain, as in transformers."""
+        """As `read_weights` returns it: plain experts that were packed, or lay one by one, the way
+        round that transformers has them.
+        """
         packed = isinstance(weight, Quantized)
         if (packed and self._as_stored) or not (packed or one_by_one):
             return weight
@@ -316,7 +324,9 @@ class _Reader:
 
 
 def _settle_head(weights: dict[str, Stored], config: Any, group: Group | None) -> None:
-    """Leaves out a tied head, makes sure of another; ranks that have parts do the same."""
+    """Leaves out a head that is tied, and makes sure of one that is not; ranks that have parts of
+    them do the same.
+    """
     embedding, head = weights.get(EMBEDDING), weights.get(HEAD)
     tied = getattr(config, "tie_word_embeddings", False)
     if tied and embedding is None and head is not None:

@@ -1,4 +1,6 @@
-"""Quantizing weights in the plainest way: for measurements with random weights alone."""
+"""Quantizing weights in the plainest way: for measuring shapes with random weights, not for
+checkpoints that are to be good.
+"""
 
 from collections.abc import Callable
 

@@ -89,12 +89,16 @@ class Shard:
         return tuple(local)
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Whether ranks divide tensors of these shapes, before reading; errors as `shape`."""
+        """Whether the ranks divide all tensors, whose shapes these are, before one is read; errors
+        are those of `shape`.
+        """
         for name, shape in shapes.items():
             self.shape(name, shape)
 
     def read(self, name: str, files: TensorFiles, source: str) -> Tensor:
-        """This rank's part of the files' tensor `source`; nothing else is read if divided."""
+        """This rank's part of a tensor called `source` in the files; nothing else of it is read,
+        where it is divided at all.
+        """
         rule, shape = self._rule(name), files.shape(source)
         if rule is None or rule.kind == "first" or -rule.axis > len(shape):
             whole = files.read(source)
@@ -147,7 +151,9 @@ class Shard:
         return whole.inputs(piece.start, piece.stop)
 
     def check_groups(self, name: str, shape: Sequence[int], group: int) -> None:
-        """Whether ranks divide a packed tensor with scales per `group` inputs; see `shape`."""
+        """Whether the ranks divide a packed tensor with a scale for every `group` inputs; the rest
+        is as in `shape`.
+        """
         rule = self._rule(name)
         if rule is None or rule.kind != "slices":
             return
@@ -201,7 +207,9 @@ class Shard:
 
 
 def sharded(config: Any, group: Group | None) -> Any:
-    """The config with this rank's heads, as `verifiers.config.shape` and `recurrent` read it."""
+    """The config as `verifiers.config.shape` and `verifiers.building.recurrent` read it: with as
+    many heads as a rank has of them.
+    """
     if group is None:
         return config
     local = copy.copy(config)
@@ -224,7 +232,9 @@ def _heads(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]:
-    """Ends of names, a family's as `Description.names`, and how they divide; the first counts."""
+    """Ends of names, once a family's are those of `Description.names`, and how such tensors are
+    divided; the first one counts.
+    """
     yield from (
         (rf"{name}\.weight", _Rule(-2, kind="tokens")) for name in ("embed_tokens", "lm_head")
     )

@@ -1,4 +1,6 @@
-"""A target's tokenizer from its files, refused where these do not say how text is split."""
+"""A target's tokenizer: read from its files, and refused where these do not say how text
+is split.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -50,7 +52,9 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_in(folder: Path, name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the target `name`, with its files' folder; errors as `load_tokenizer`."""
+    """The tokenizer of the target that the user calls `name`, whose files are in a folder; errors
+    are those of `load_tokenizer`.
+    """
     if name == EMBEDDED:
         load = partial(PreTrainedTokenizerFast.from_pretrained, str(folder))
         return read(name, "tokenizer", load)
@@ -82,7 +86,9 @@ def _read(folder: Path, name: str) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_reasons(name: str) -> list[str]:
-    """Why a target's tokenizer cannot be read, by its files' names; empty for no reason."""
+    """Why the tokenizer of a target cannot be read, told from the names of its files; empty when
+    nothing speaks against it.
+    """
     files, folder = files_of(name), user_path(name)
     if WHOLE in files:
         return []
@@ -99,7 +105,9 @@ def tokenizer_reasons(name: str) -> list[str]:
 
 
 def _reason(files: list[str], stated: Mapping[str, Any], folder: Path | None) -> str | None:
-    """Why a tokenizer without `WHOLE` cannot be read; `folder` has its files, None if far away."""
+    """Why a tokenizer without `WHOLE` cannot be read; `folder` is where its files lie, None where
+    they are far away.
+    """
     if own := _foreign_class(stated):
         return f"is {own}, code from its repository, which is never run"
     ranks = [file for file in files if file == "tiktoken.model" or file.endswith(".tiktoken")]
@@ -130,7 +138,9 @@ def _foreign_class(stated: Mapping[str, Any]) -> str | None:
 
 
 def _holds_ranks(path: Path) -> bool:
-    """Whether a file holds tiktoken's lines, token and rank; SentencePiece's are no text."""
+    """Whether a file holds tiktoken's lines, a token and its rank; SentencePiece's models are no
+    text.
+    """
     with path.open("rb") as file:
         token, _, rank = file.readline(400).strip().partition(b" ")
     return rank.isdigit() and token.rstrip(b"=").replace(b"+", b"").replace(b"/", b"").isalnum()

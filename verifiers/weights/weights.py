@@ -91,7 +91,9 @@ class Weights:
             self.tensors[renamed] = self.tensors.pop(name)
 
     def scale(self, factors: Sequence[tuple[str, float | Tensor]]) -> None:
-        """Multiplies those of these names that exist; packed ones become plain, except by 1."""
+        """Multiplies those of these names that there are; packed ones become plain numbers, unless
+        they are multiplied by 1.
+        """
         for name, factor in factors:
             if self.has(name) and not (torch.as_tensor(factor) == 1).all():
                 tensor = self.tensor(name)
@@ -122,7 +124,9 @@ class Weights:
         return None
 
     def split(self, name: str, parts: Mapping[str, Tensor]) -> None:
-        """Replaces a projection by several, with the rows int64 [n] named beside each."""
+        """Replaces a projection by several, each of which has the rows int64 [n] of it that are
+        named beside it.
+        """
         for field in ("weight", "bias"):
             stored = self.tensors.get(f"{self.prefix}{name}.{field}")
             if isinstance(stored, Quantized):
@@ -157,7 +161,9 @@ class Weights:
         return weight.transpose(1, 2).contiguous() if transposed else weight
 
     def alike(self, *names: str) -> bool:
-        """Whether projections join as stored: packed in one way, or all in plain numbers."""
+        """Whether projections can be joined as they are stored: packed in one way, or all of them
+        in plain numbers.
+        """
         found = [self.tensors.get(f"{self.prefix}{name}.weight") for name in names]
         packed = [weight for weight in found if isinstance(weight, Quantized)]
         return not packed or (len(packed) == len(names) and alike(packed))
@@ -191,7 +197,9 @@ class Weights:
         return part if self.group is None else SummedLinear(part, self.group)
 
     def _packed(self, names: Sequence[str], orders: Sequence[Reorder | None]) -> Quantized | None:
-        """All projections as one packed weight; None, and all left, unless packed in one way."""
+        """All projections as one packed weight; None, and all left where they are, unless all are
+        packed in one way.
+        """
         scoped = [f"{self.prefix}{name}.weight" for name in names]
         stored = [self.tensors.get(name) for name in scoped]
         found = [weight for weight in stored if isinstance(weight, Quantized)]
@@ -210,7 +218,9 @@ class Weights:
         return parts[0] if len(parts) == 1 else joined(parts)
 
     def _bias(self, names: Sequence[str], orders: Sequence[Reorder | None]) -> Tensor | None:
-        """The biases of all projections, with weights here; zeros for one, None for all without."""
+        """The biases of all projections, while their weights are here; zeros for one without, and
+        None if all are.
+        """
         if not any(self.has(f"{name}.bias") for name in names):
             return None
         for name in names:

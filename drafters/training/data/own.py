@@ -19,8 +19,10 @@ from specdec.base.writing import write_atomically
 from specdec.session.decoder import SpecDecoder
 
 TOKENS, MASK = "input_ids", "loss_mask"
-PROMPT, ANSWER = "prompt_ids", "answer_ids"
 """Fields of a row of tokens; the mask has a 1 for each token that the target wrote."""
+
+PROMPT, ANSWER = "prompt_ids", "answer_ids"
+"""The same as two fields, as servers keep requests."""
 
 _SAID = "WHAT-IS-SAID"
 

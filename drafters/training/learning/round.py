@@ -44,7 +44,8 @@ def learn(config: TrainConfig) -> bool:
     for name in (REPORT, f"training/{STATE_FILE}"):
         remove(config.folder / name)
     remove_folder(config.folder / WEIGHTS)
-    answers = read_served(user_path(config.answers_from[0]), config.max_prompts)
+    folder = user_path(config.answers_from[0])
+    answers = read_served(folder, config.max_prompts, max_length=config.max_length)
     trained, heldout = split(answers, config.heldout)
     verifier, tokenizer = load_target(config, resolve_device(config.device))
     model = make_drafter(config, verifier, tokenizer)

@@ -39,13 +39,16 @@ def trainable(name: str) -> str:
     )
 
 
-def read_served(folder: Path, most: int | None = None) -> list[Answer]:
+def read_served(
+    folder: Path, most: int | None = None, *, max_length: int | None = None
+) -> list[Answer]:
     """The requests that a folder of JSON lines holds, the oldest first and the same ones once.
 
     Args:
         folder: that a server may be writing to: a file that goes, and half a line at the end of
             one, are left out.
         most: of the newest ones.
+        max_length: tokens of prompt and output; longer ones are left out.
 
     Raises:
         InvalidInputError: there is no such folder, or a line is malformed.
@@ -68,7 +71,11 @@ def read_served(folder: Path, most: int | None = None) -> list[Answer]:
             key = tuple(answer.prompt_ids), tuple(answer.answer_ids)
             found.pop(key, None)  # it counts as new as it is
             found[key] = answer
-    answers = list(found.values())
+    answers = [
+        one
+        for one in found.values()
+        if max_length is None or len(one.prompt_ids) + len(one.answer_ids) <= max_length
+    ]
     return answers if most is None else answers[-most:]
 
 
@@ -81,9 +88,9 @@ def split(answers: list[Answer], heldout: int) -> tuple[list[Answer], list[Answe
     count = min(heldout, len(answers) // _SHARE)
     if count < LEAST_HELDOUT:
         raise InvalidInputError(
-            f"{len(answers)} requests, of which {heldout} may be held out, are too few to tell"
-            f" whether a drafter is better; it takes {LEAST_HELDOUT * _SHARE}, and --heldout"
-            f" {LEAST_HELDOUT}"
+            f"{len(answers)} requests that fit --max-length, of which {heldout} may be held out,"
+            f" are too few to tell whether a drafter is better; it takes {LEAST_HELDOUT * _SHARE}"
+            f" and --heldout {LEAST_HELDOUT}"
         )
     return answers[:-count], answers[-count:]
 

@@ -222,7 +222,9 @@ class RocmAiterFaBackend(AttentionBackend):
 
 
 class RocmAiterFaShuffleBackend(RocmAiterFaBackend):
-    """The backend on the shuffled layout, AITER's fastest for single tokens. By name only."""
+    """The backend on the shuffled layout, whose single-token kernels are AITER's fastest. Chosen by
+    name only.
+    """
 
     name = "rocm_aiter_fa_shuffle"
     layout = "shuffle"

@@ -1,4 +1,6 @@
-"""AITER's HIP and assembly kernels for attention, and its writer: one function per route."""
+"""AITER's HIP and assembly kernels for attention, and its writer: one function per route, each
+telling the kernel what it asks.
+"""
 
 import math
 from functools import partial
@@ -21,7 +23,9 @@ PARTITION = 256
 def write(
     setup: Setup[AiterFa], cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Stores rows [num_tokens, num_kv_heads, head_dim] at `slot_mapping`, in the cache's type."""
+    """Stores rows [num_tokens, num_kv_heads, head_dim] at `slot_mapping`, converted to the type of
+    the cache.
+    """
     if setup.is_fp8:  # the writer converts without saturating
         most = torch.finfo(setup.spec.kv_dtype).max
         key, value = key.clamp(-most, most), value.clamp(-most, most)
@@ -106,7 +110,9 @@ def paged_v1(setup: Setup[AiterFa], group: Group, layer: Layer, rows: Rows) -> T
 
 
 def paged_common(setup: Setup[AiterFa], group: Group, layer: Layer, rows: Rows) -> Tensor:
-    """One row per request on the shuffled layout; AITER picks HIP or assembly by rows."""
+    """One row per request on the shuffled layout; AITER picks HIP or assembly by the number of
+    rows.
+    """
     cache, out = shuffled(layer.cache), torch.empty_like(rows.query)
     table = _scale_table(setup, layer.cache) if setup.is_fp8 else None
     setup.ops.paged_attention_common(
@@ -165,7 +171,9 @@ def _kind(setup: Setup[AiterFa]) -> str:
 
 
 def _partitions(setup: Setup[AiterFa], group: Group, query: Tensor) -> dict[str, Tensor]:
-    """Scratch: two tables [num_reqs, heads, partitions], and outputs with head_dim behind."""
+    """Scratch of the paged kernels: two tables [num_reqs, heads, partitions], and outputs with
+    head_dim behind them.
+    """
     num_heads, head_dim = query.shape[1:]
     shape = (group.num_reqs, num_heads, -(-group.max_seq_len // PARTITION))
     count, take = math.prod(shape), setup.scratch.take
@@ -177,7 +185,9 @@ def _partitions(setup: Setup[AiterFa], group: Group, query: Tensor) -> dict[str,
 
 
 def _scale_table(setup: Setup[AiterFa], cache: LayerCache) -> Tensor:
-    """The assembly kernel's scale, per slot and head: [num_blocks, num_kv_heads, block_size]."""
+    """The scale as the assembly kernel reads it, once per slot and head: [num_blocks, num_kv_heads,
+    block_size].
+    """
     num_blocks, size, heads = cache.key.shape[:3]
     return setup.scratch.take("scales", num_blocks * heads * size, torch.float32, torch.ones).view(
         num_blocks, heads, size

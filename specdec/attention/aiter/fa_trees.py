@@ -41,7 +41,9 @@ def context_and_rows(setup: Setup[AiterTriton], group: Group, layer: Layer, rows
 def _among_themselves(
     setup: Setup[AiterTriton], tree: TreeRows, width: int, layer: Layer, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """Float32 attention of `width` rows per request to each other and sinks, for `merge`."""
+    """Attention of `width` rows per request to each other, and to sinks: in float32, as `merge`
+    takes it.
+    """
     key, value = (
         setup.as_cached(side).unflatten(0, (-1, width)).float() for side in (rows.key, rows.value)
     )

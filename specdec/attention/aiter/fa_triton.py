@@ -20,7 +20,9 @@ from specdec.kernels.aiter import AiterTriton
 from specdec.kv_cache import LayerCache, blocks_for
 
 WIDEST_TILE = 128
-"""Keys that a draft kernel's step may load; of a dense cache also those behind the last row."""
+"""Keys that one step of a draft kernel may load at once; from a dense cache also those behind the
+last row.
+"""
 
 Ops = TypeVar("Ops", bound=AiterTriton, covariant=True)
 
@@ -49,7 +51,9 @@ class Setup(Generic[Ops]):
         return self.layout == "plain" and not self.is_fp8
 
     def as_cached(self, rows: Tensor) -> Tensor:
-        """Keys or values as the cache reads back: one of 8 bits rounds and saturates."""
+        """Keys or values as they are read back from the cache: what one of 8 bits cannot hold is
+        rounded and saturates.
+        """
         if not self.is_fp8:
             return rows
         most = torch.finfo(self.spec.kv_dtype).max
@@ -57,7 +61,9 @@ class Setup(Generic[Ops]):
 
     @property
     def scale(self) -> Tensor:
-        """float32 [1], AITER's factor of an 8-bit cache's keys and values, stored as they are."""
+        """float32 [1]: what AITER multiplies keys and values of an 8-bit cache by. We store them as
+        they are.
+        """
         return self.scratch.take("scale", 1, torch.float32, torch.ones)
 
 
@@ -82,7 +88,9 @@ class Rows(NamedTuple):
 def write(
     setup: Setup[AiterTriton], cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Stores rows [num_tokens, num_kv_heads, head_dim] at `slot_mapping`, in the cache's type."""
+    """Stores rows [num_tokens, num_kv_heads, head_dim] at `slot_mapping`, converted to the type of
+    the cache.
+    """
     assert setup.layout == "plain", "only AITER's own writer knows the shuffled layout"
     for stored, rows in zip(cache, (key, value), strict=True):
         # What is too large would become NaN in some 8-bit types, and no index writes any of them.
@@ -177,7 +185,9 @@ class Keys(NamedTuple):
 
 
 def in_place(group: Group, layer: Layer) -> Keys:
-    """The paged cache; by the table's width the kernel splits keys among programs."""
+    """The paged cache. From the table's width the kernel derives over how many programs it splits
+    the keys.
+    """
     return Keys(*layer.cache, group.narrow_table())
 
 
@@ -225,7 +235,9 @@ def blocks(
 
 
 def window_sides(window: int | None, causal: bool) -> tuple[int, int]:
-    """A window for AITER, keys before and after; 0 on the right would make any call causal."""
+    """A window as AITER writes it: keys before and after the own position. A right side of 0 would
+    make any call causal.
+    """
     if window is None:
         return -1, -1
     return window - 1, 0 if causal else window - 1

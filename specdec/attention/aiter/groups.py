@@ -30,7 +30,9 @@ CONTEXT_TOKENS = 32 * 1024
 """Most context tokens gathered at once for all extended requests of a forward."""
 
 SHORTEST_TABLE = 512
-"""Tokens that the narrowest block table spans: the shortest captured length, too."""
+"""Tokens that the narrowest block table spans: the shortest length that steps are captured for,
+too.
+"""
 
 
 @dataclass(slots=True)
@@ -129,7 +131,9 @@ class Group:
         return self._contexts[window][0]
 
     def context_chunks(self) -> list[Context]:
-        """The context of extended requests without their tokens, in chunks within the workspace."""
+        """The context of extended requests without their own tokens, in chunks that fit the
+        workspace together.
+        """
         if None not in self._contexts:
             lengths = [n - q for n, q in zip(self.seq_lens_host, self.query_lens, strict=True)]
             step = max(1, CONTEXT_TOKENS // self.num_reqs)
@@ -211,7 +215,9 @@ def plan_groups(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
 
 
 def plan_packed(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
-    """A plan for Triton's kernels: causal rows together, others by rows per request."""
+    """A plan for Triton's kernels alone: causal rows stay together, bidirectional ones go by the
+    number of rows per request.
+    """
     if metadata.query_lens is None:
         return AiterPlan([_whole(metadata, "decode", block_size)], metadata.slot_mapping)
     if metadata.visibility == "causal":

@@ -49,7 +49,9 @@ def read_rows(
 
 
 def read_blocks(cache: LayerCache, block_table: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Keys and values [num_reqs, width * block_size, num_kv_heads, head_dim] of a block table."""
+    """Keys and values [num_reqs, width * block_size, num_kv_heads, head_dim] of the blocks in int32
+    [num_reqs, width].
+    """
     index = block_table.flatten()
     key, value = cache
     heads, dim = key.shape[2:]

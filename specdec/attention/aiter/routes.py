@@ -1,4 +1,6 @@
-"""Routes: which kernel takes a group of requests: the first that fits; prints as a table."""
+"""Routes: which kernel takes a group of requests. The first route of a list that fits is taken; the
+list prints as a table.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -11,7 +11,9 @@ from specdec.base.sizes import power_of_two
 
 @dataclass(slots=True)
 class Scratch:
-    """A lasting buffer per name, type and power of two, as captured graphs use its address."""
+    """One buffer per name, type and power of two of elements, never given up, so that captured
+    graphs may use its address.
+    """
 
     device: torch.device
     _buffers: dict[tuple[str, int, torch.dtype], Tensor] = field(default_factory=dict)

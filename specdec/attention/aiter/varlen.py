@@ -1,4 +1,6 @@
-"""`flash_attn_varlen_func` as backends call it: on packed keys, and on a context in chunks."""
+"""`flash_attn_varlen_func` as the backends call it: rows on packed keys, and on a context gathered
+chunk by chunk.
+"""
 
 from collections.abc import Callable
 from typing import Any

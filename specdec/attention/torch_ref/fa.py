@@ -35,7 +35,9 @@ the same number, and then the same bits.
 
 @dataclass(slots=True)
 class _Segment:
-    """Requests attended to in one call, padded to equal query rows where theirs differ."""
+    """Requests attended to in one call, padded to the same number of query rows when
+    theirs differ.
+    """
 
     widths: Tensor  # [num_reqs, 1], query rows of each request
     width: int  # the most of them
@@ -139,7 +141,9 @@ class TorchRefBackend(AttentionBackend):
         return []
 
     def plan(self, metadata: AttentionMetadata) -> TorchRefPlan:
-        """One segment when all requests have equally many rows, else groups of like size."""
+        """One segment when all requests have equally many rows, else groups of requests of like
+        size.
+        """
         if metadata.ragged:
             segments = [self._padded(metadata)]
         elif metadata.query_lens is None or metadata.seq_lens_host is None:

@@ -161,14 +161,18 @@ def _gather(cache: Tensor, blocks: Tensor, num_reqs: int) -> Tensor:
 
 
 def _membership(selected: Tensor, num_keys: int) -> Tensor:
-    """bool [rows, num_keys]: positions that `selected` int32 [rows, topk] names; -1 for none."""
+    """bool [rows, num_keys]: which positions a row of `selected` int32 [rows, topk] names; -1 names
+    none.
+    """
     chosen = torch.zeros(len(selected), num_keys + 1, dtype=torch.bool, device=selected.device)
     places = torch.where(selected < 0, num_keys, selected).long()
     return chosen.scatter_(1, places, True)[:, :num_keys]
 
 
 def _put(output: Tensor, places: slice | Tensor, kept: Tensor | None, values: Tensor) -> None:
-    """Stores a segment's rows without its padding, which may be NaN where all is masked."""
+    """Stores a segment's rows, without its padding, which may be NaN when its positions and its
+    mask do not meet.
+    """
     if isinstance(places, Tensor) and kept is not None:
         output.index_copy_(0, places[kept], values[kept])
     else:

@@ -40,7 +40,9 @@ MAX_SPLITS = 64
 SHORT_CONTEXT = 2**21
 """Bytes of keys and values that several programs can read for as many rows each."""
 SMALL_TILE = 16
-"""Rows times heads of a program small enough for four on a processor to beat two."""
+"""Rows times heads of a program that leaves so much of a processor free that four of them run
+faster than two.
+"""
 
 
 class TritonFaBackend(AttentionBackend):
@@ -116,7 +118,9 @@ class TritonFaBackend(AttentionBackend):
         self.rectangle = library(spec)
 
     def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """The metadata itself, and what of long contexts a library takes."""
+        """The metadata itself, in which programs find their own work, and what of long contexts a
+        library takes.
+        """
         return plan_rectangles(metadata, self.spec.block_size) if self.rectangle else metadata
 
     def read(
@@ -177,7 +181,9 @@ class TritonFaBackend(AttentionBackend):
         self._rope_store(None, key, value, cache, slot_mapping)
 
     def is_prefill(self, metadata: AttentionMetadata, window: int | None) -> bool:
-        """Whether the kernel for prompts, without splits, is taken: many rows or few keys."""
+        """Whether the kernel for prompts is taken, which does not divide keys: so many rows fill
+        the device, or see few keys.
+        """
         if metadata.visibility != "causal" or metadata.max_query_len < PREFILL_ROWS:
             return False
         spec = self.spec

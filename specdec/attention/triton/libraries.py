@@ -44,7 +44,9 @@ logarithms of the denominators."""
 
 @lru_cache(maxsize=64)
 def library(spec: AttentionSpec) -> Rectangle | None:
-    """The first library that serves `spec` and agrees with float64 here; others get a line."""
+    """The first library that serves `spec` and agrees with float64 on this machine; what does not
+    is left out with a line.
+    """
     if spec.kv_dtype != spec.dtype or spec.softcap is not None or None not in spec.windows:
         return None
     if spec.head_dim > MAX_HEAD_DIM:
@@ -67,7 +69,9 @@ def library(spec: AttentionSpec) -> Rectangle | None:
 
 
 def check_rectangle(rectangle: Rectangle, spec: AttentionSpec) -> Deviation:
-    """Small ones of both kinds; denominators may be off by the output type's rounding."""
+    """Small ones of both kinds; the denominators may be off by as much as the type of the output
+    rounds.
+    """
     return worst(
         [
             _deviation(rectangle, spec, 192, causal=False),
@@ -117,7 +121,9 @@ def through_torch(
 def through_flash_attention_3(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """`Rectangle` by `flash_attn_interface`, some releases of which are asked for denominators."""
+    """`Rectangle` by the package `flash_attn_interface`, whose releases differ in whether they are
+    asked for the denominators.
+    """
     function = import_module("flash_attn_interface").flash_attn_func
     asked = (
         {"return_attn_probs": True}

@@ -1,4 +1,6 @@
-"""Attention to two sets of keys, and sinks, merged in Triton by softmax denominators."""
+"""Attention to two sets of keys as if to their union, and to sinks, in Triton: outputs weighed by
+their softmax denominators.
+"""
 
 import triton
 import triton.language as tl

@@ -42,7 +42,9 @@ LARGE_MEMORY = 192 * 1024
 
 
 class Earlier(NamedTuple):
-    """Attention of all rows to the first keys of their one request, computed elsewhere."""
+    """Attention of all rows to the first keys of their one request, which somebody else has
+    computed.
+    """
 
     output: Tensor  # [num_tokens, num_heads, head_dim], contiguous
     log_sums: Tensor  # float32 [num_heads, num_tokens], natural logarithms of the denominators

@@ -1,4 +1,6 @@
-"""Parts of a row's attention, of `triton_attention`'s split context, merged in Triton."""
+"""The parts of a row's attention that programs of `triton_attention` made of a split context,
+merged in Triton.
+"""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,6 @@
-"""Chat messages in OpenAI's form, made fit for templates, so that none leaves out content."""
+"""Chat messages in OpenAI's form, made fit for a tokenizer's template, so that no template leaves
+out what a user wrote.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def for_template(
     messages: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[dict[str, Any]]:
-    """Messages as the template reads them: contents as parts if only so, and known roles."""
+    """Messages as the template reads them: contents as parts where it reads nothing else, and no
+    role that it does not know.
+    """
     template = template_of(tokenizer)
     if template not in _reads_parts:
         parts = [{"type": "text", "text": _PROBE}]
@@ -204,7 +208,9 @@ def _parsed_call(call: Any) -> Any:
 
 
 def _takes_objects(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether calls' arguments are to be objects: templates that join texts fail, or mangle."""
+    """Whether arguments of calls are to be objects. A template that puts texts together fails of
+    them, or writes them as Python does.
+    """
     template = template_of(tokenizer)
     if template not in _reads_objects:
         given = {"a": _PROBE}

@@ -1,1 +1,3 @@
-"""Files of checkpoints before anything is known of the model; for targets and drafters."""
+"""Files of checkpoints, before anything is known of the model in them. Targets and drafters are
+read through it.
+"""

@@ -1,4 +1,6 @@
-"""Weights of a local checkpoint, target or drafter, read tensor by tensor."""
+"""The weights of a local checkpoint, target or drafter: safetensors or pickles, from which tensors
+are read one by one.
+"""
 
 import os
 import re
@@ -15,7 +17,9 @@ from specdec.base.errors import CheckpointError, one_line
 from specdec.base.files import check_file, parse_json
 
 _KINDS = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
-"""Endings of weights' files, in order of preference, and how a file alone is called."""
+"""Endings of files of weights, those that are taken first before others, and how a file alone is
+called.
+"""
 
 INDEXES = tuple(f"{single}.index.json" for single in _KINDS.values())
 """Names of files that say which file has which tensor."""
@@ -25,7 +29,9 @@ _PICKLES = (".bin", ".pt", ".pth")
 _OTHERS = re.compile(
     r"(adapter_|consolidated|training_args|optimizer|scheduler|random_states|rng_state)"
 )
-"""How files begin that are no weights despite their ending, or weights a second time."""
+"""How files begin that have such an ending and are no weights of the model, or its weights a second
+time.
+"""
 
 _PART = re.compile(r"-(\d+)-of-(\d+)(?!\d)")
 """In the name of a shard: its number, and how many there are."""
@@ -168,7 +174,9 @@ def _opened(path: Path) -> Any:
 
 
 class _Pickle:
-    """A pickled dictionary of tensors with the methods that `TensorFiles` calls."""
+    """A pickled dictionary of tensors behind the methods of a safetensors file that `TensorFiles`
+    calls.
+    """
 
     def __init__(self, path: Path) -> None:
         content = read_pickle(path)
@@ -238,7 +246,9 @@ def read_pickle(path: Path) -> Any:
 
 
 def _announced(files: Iterable[str]) -> list[str]:
-    """Missing shards that names of others tell of, as in "model-00002-of-00002.safetensors"."""
+    """Shards that are not there and that the names of others tell of, as the first of
+    "model-00002-of-00002.safetensors".
+    """
     shards: dict[tuple[str, str, str], list[str]] = {}
     for file in files:
         if part := _PART.search(file):

@@ -60,7 +60,8 @@ ENVIRONMENT = (
     "OMP_NUM_THREADS",
     "SPECDEC_*",
 )
-"""Variables that change what runs, of specdec and its libraries; * stands for anything."""
+"""Variables that change what runs, of specdec and of the libraries under it; * stands for anything.
+"""
 
 _PACKAGES = ("torch", "triton", "transformers", "amd-aiter")
 _TRITON = ("triton", "pytorch-triton-rocm", "triton-rocm")
@@ -73,7 +74,9 @@ _LATENT = {
     "v_head_dim": 128,
 }  # fmt: skip
 _INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
-"""What is asked about by default, by options' names: latent attention as in DeepSeek-V3.2."""
+"""What is asked about when nothing is said, under the names of the options: latent attention as in
+DeepSeek-V3.2.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -334,7 +337,9 @@ def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) 
 
 
 def aiter_warnings() -> list[str]:
-    """What is wrong or unusual with the AITER installed here, whether usable here or not."""
+    """What is wrong or unusual with the AITER installed here, whether or not this machine could use
+    it.
+    """
     from specdec.kernels.aiter import (
         newer_than_checked,
         unavailable_reasons,
@@ -356,7 +361,9 @@ def environment_lines() -> list[str]:
 
 
 def _package_version(name: str) -> str:
-    """Version of a distribution; of Triton also under its names in ROCm builds of torch."""
+    """Version of a distribution; of Triton also under the names that it has in ROCm builds of
+    torch.
+    """
     for distribution in _TRITON if name == "triton" else (name,):
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(distribution)

@@ -1,4 +1,6 @@
-"""`specdec doctor --model`: whether target and drafter would run here, from configs alone."""
+"""`specdec doctor --model`: whether a target, with a drafter, would run here, and what it takes,
+from config files alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`specdec doctor --run`: every kind of kernel once at tiny size: error, bound, time."""
+"""`specdec doctor --run`: every kind of kernel once at tiny size, with its error, what is allowed,
+and the time.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace

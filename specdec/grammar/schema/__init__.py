@@ -1,1 +1,3 @@
-"""JSON schemas and patterns, checked and put into the compiler's words for grammars."""
+"""JSON schemas and patterns, checked and put into the compiler's words. The makers of grammars ask
+it.
+"""

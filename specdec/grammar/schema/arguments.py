@@ -1,4 +1,6 @@
-"""Arguments of a function for models that write them singly: texts plain, the rest as JSON."""
+"""The arguments of a function, for models that write them one by one: texts as they are, everything
+else as JSON.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class Argument:
 
     @property
     def text(self) -> Text | None:
-        """What it may be beside any text; None for any, or where it is not held to."""
+        """What it may be beside any text; None where it may be any, or where that is not held
+        to.
+        """
         leaf = self._leaves[0] if len(self._leaves) == 1 else None
         if not self.is_text or not isinstance(leaf, Mapping):
             return None

@@ -21,7 +21,9 @@ NOT_TEXT: Ranges = ((0, 0), (0xD800, 0xDFFF))
 """NUL, which the grammar library cannot write, and halves of characters."""
 
 LOOKED_AT = 0x20000
-"""Characters whose class Python is asked one by one; later ones are ideographs or nothing."""
+"""Characters whose class is asked of Python one by one. Those that follow are ideographs, or
+nothing yet.
+"""
 
 ECMA_SPACES = "\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff" + "".join(
     map(chr, range(0x2000, 0x200B))
@@ -104,7 +106,9 @@ class Characters:
 
 @cache
 def named(letter: str) -> Characters:
-    """The class of an escape: d, w or s, or inverse in capitals; "." is what a dot means."""
+    """The class of an escape: d, w or s, or in capitals its inverse;
+    "." is what a dot stands for.
+    """
     if letter in "DWS":
         return named(letter.lower()).inverse
     if letter == ".":

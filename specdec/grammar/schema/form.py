@@ -1,4 +1,6 @@
-"""The form of JSON schemas' keywords: draft 2020-12's, within a machine's numbers."""
+"""The form of a JSON schema's keywords: what the metaschema of draft 2020-12 asks of them, and what
+fits a machine's numbers.
+"""
 
 from __future__ import annotations
 
@@ -188,7 +190,9 @@ def rows_of(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """An object's properties by name; required but unlisted ones are like any further one."""
+    """The properties of an object by name, with those that are required and not listed: they are
+    like any further one.
+    """
     named: dict[str, Any] = dict(schema.get("properties", {}))
     further = schema.get("additionalProperties", schema.get("unevaluatedProperties", True))
     return named | {name: further for name in schema.get("required", ()) if name not in named}

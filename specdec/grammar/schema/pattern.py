@@ -81,7 +81,9 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """What both parts match, or the second alone; of lookaheads by `specdec.grammar.settle`."""
+    """What two parts match, or the second alone and not the first; made of a lookahead by
+    `specdec.grammar.settle`.
+    """
 
     first: Node
     wanted: bool

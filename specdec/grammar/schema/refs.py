@@ -1,4 +1,6 @@
-"""References within a JSON schema: where they lead, whether they end, what they tell."""
+"""References within a JSON schema: where they lead, whether they ever end, and what can be told of
+a schema through them.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Root:
         return self._malformed[id(schema)]
 
     def leaves(self, schema: Any, seen: set[str] | None = None) -> Iterator[Any]:
-        """The schemas that a schema chooses from, each reference once; itself if it does not."""
+        """The schemas that a schema chooses from, through references, each followed once; itself
+        where it does not.
+        """
         self._compares()
         seen = set() if seen is None else seen
         if isinstance(schema, Mapping) and not self.malformed(schema):
@@ -114,13 +118,17 @@ class Root:
         return True
 
     def loops(self, references: Iterable[str]) -> bool:
-        """Whether one of some references comes back to itself before a value is spoken of."""
+        """Whether one of some references comes back to itself before anything is said of a
+        value.
+        """
         some = set(references)
         left = {one: some.intersection(_direct(self.target(one))) for one in references}
         return bool(self._left(left, lambda one, known: left[one] <= known))
 
     def finite(self, references: Iterable[str]) -> bool:
-        """Whether a finite value can fit the whole: a least fixed point over references."""
+        """Whether a value of finite size can fit the whole: a least fixed point over all its
+        references.
+        """
         left = {one: self.target(one) for one in references}
         known = left.keys() - self._left(left, lambda one, known: self._finite(left[one], known))
         return self._finite(self._schema, known)
@@ -169,7 +177,9 @@ class Root:
         )
 
     def _one_tag(self, leaves: list[tuple[int, Any]]) -> bool:
-        """Whether objects, each with its option's number, differ in a property's constants."""
+        """Whether objects, each with the number of its option, are told apart by the constants of
+        one property.
+        """
         if any(_kinds(leaf) != {"object"} for _, leaf in leaves):
             return False
         names = set.intersection(*(set(leaf.get("required", ())) for _, leaf in leaves))
@@ -228,7 +238,9 @@ class Root:
         return None if plain is None else [json.dumps(value, sort_keys=True) for value in plain]
 
     def _finite(self, schema: Any, known: set[str]) -> bool:
-        """Whether a finite value fits a schema, given references for which one does."""
+        """Whether a value of finite size fits a schema, given the references of which that is
+        known.
+        """
         self._compares()
         if not isinstance(schema, Mapping):
             return schema is not False

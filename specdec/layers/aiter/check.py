@@ -32,7 +32,8 @@ NAME = "aiter_layers"
 EPSILON = 1e-5
 
 STORED_DTYPES = (torch.bfloat16,)
-"""Cache types that the rotating kernel writes; from 0.1.15.post1 on it takes no float16."""
+"""Types of a cache that the rotating kernel writes; from 0.1.15.post1 on it takes no float16.
+"""
 
 
 def takes_aiter_layers(backend: AttentionBackend | MlaBackend, *, fused: bool) -> bool:
@@ -79,7 +80,9 @@ def keep_ours(what: str, reason: str) -> None:
 
 
 def check_aiter_layers(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """Norms of one and many warps with and without sums, gates, RoPE with both layouts' writes."""
+    """Norms of one and of many warps with and without a sum, gated activations, RoPE with the cache
+    write in both layouts.
+    """
     kernels = aiter.load(AiterLayers)
     found = [*_norm_deviations(kernels, device, dtype), *_gated_deviations(kernels, device, dtype)]
     if dtype in STORED_DTYPES:

@@ -20,7 +20,9 @@ WIDEST_NORM = 8192
 """Numbers of a row; for longer ones AITER has other kernels."""
 
 VECTOR = 8
-"""Numbers that these kernels load at once: rows of other multiples would begin unaligned."""
+"""Numbers that these kernels load at a time: a row of another multiple would not begin where a load
+may.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class AiterLayers:
         return {"upcast_operand": True} if has else {}
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Root mean square norm of rows [T, H], weighted before writing; one dense type."""
+        """Root mean square norm of rows [T, H], weighted before it is written: `x`, `weight` in one
+        type, dense.
+        """
         normed: Tensor = self.rmsnorm2d_fwd(input=x, weight=weight, epsilon=epsilon)
         return normed
 

@@ -1,1 +1,3 @@
-"""Mixtures of experts: choosing and multiplying, in plain torch and in kernels."""
+"""Mixtures of experts: how they are chosen and multiplied with, in plain torch and in kernels.
+Feed-forward layers use them.
+"""

@@ -56,7 +56,9 @@ class Router:
     aiter: AiterRouter | None = None
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 weights and expert ids [T, top_k] for `hidden` [T, H], by AITER or plain."""
+        """Weights float32 [T, top_k] and expert ids of the same shape for `hidden` [T, H], by AITER
+        or in plain torch.
+        """
         logits = self.gate(hidden.to(self.gate.dtype))
         if self.aiter is not None:
             return route_with_aiter(self.aiter, logits, self.routing, self.bias)
@@ -131,14 +133,18 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 def _highest(numbers: Tensor, count: int) -> Tensor:
-    """Places of each row's highest in order, equal ones as they come, unlike `topk`."""
+    """Places of the highest numbers of each row, in order; of equal ones the first comes first,
+    which `topk` does not promise.
+    """
     return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def route_with_aiter(
     ops: AiterRouter, logits: Tensor, routing: Routing, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Routes with AITER's kernels, which read `bias` in the type of `logits`."""
+    """Routes with AITER's kernels; `bias` has the type of `logits`, since a kernel reads it as
+    such.
+    """
     assert bias is None or bias.dtype == logits.dtype, (
         "the kernel reads the bias in the type of the logits"
     )

@@ -1,4 +1,6 @@
-"""Mixtures of experts as data: how a token's experts are chosen, and what they are made of."""
+"""Mixtures of experts as data: how a token's experts are chosen, and what the experts of a layer
+are made of.
+"""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -116,7 +116,9 @@ def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
 
 
 def group_by_expert(ids: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Sorts pairs of contiguous int32 `ids` [rows, top_k] into blocks of `block_rows`, 2**n."""
+    """Sorts the pairs of `ids`, int32 [rows, top_k] and contiguous, into blocks of `block_rows`
+    places, a power of two.
+    """
     assert ids.dtype == torch.int32 and ids.is_contiguous()
     num_pairs = ids.numel()
     num_blocks = max_blocks(num_pairs, num_experts, block_rows)

@@ -39,7 +39,9 @@ def _dot(
     PRECISION: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
 ) -> tl.tensor:
-    """`total` and the product of [COLUMNS, DEPTH] and [DEPTH, ROWS], in either order."""
+    """`total` and the product of columns [COLUMNS, DEPTH] and rows [DEPTH, ROWS],
+    in either order.
+    """
     if ROWS_FIRST:
         return tl.dot(values.T, side.T, total, input_precision=PRECISION)
     else:

@@ -34,7 +34,9 @@ from specdec.layers.packed.triton_packed import expert_codes, suits
 from specdec.layers.packed.weight import PackedWeight
 
 FEW_ROWS = 64
-"""Most rows that find who shares an expert themselves, with sums in the next kernel."""
+"""Most rows that find those who share an expert themselves, and whose experts the next kernel adds
+up.
+"""
 
 
 class Tile(NamedTuple):

@@ -23,7 +23,9 @@ _LOW_BITS = tl.constexpr(0x7FFFFFFF)
 def _strongest(
     choice: tl.tensor, key: tl.tensor, group: tl.tensor, COUNT: tl.constexpr, BEST_TWO: tl.constexpr
 ) -> tl.tensor:
-    """Whether groups [GROUPS, 1] are among the COUNT strongest by the best or best two."""
+    """Whether each group [GROUPS, 1] is among the COUNT strongest, by its best expert or the sum of
+    its best two.
+    """
     best = tl.max(key, 1, keep_dims=True)
     strength = tl.sum(tl.where(key == best, choice, 0.0), 1, keep_dims=True)
     if BEST_TWO:

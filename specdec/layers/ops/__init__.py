@@ -1,1 +1,3 @@
-"""What a decoder computes between matrix products: one interface, in torch and kernels."""
+"""What a decoder computes between its matrix products: one interface, in plain torch and in
+kernels. Layers use it.
+"""

@@ -1,4 +1,6 @@
-"""Which operations surround an attention backend: AITER's, ours in Triton or C++, or torch."""
+"""Which operations compute the layers around an attention backend: AITER's, our own in Triton or
+C++, or plain torch.
+"""
 
 import torch
 

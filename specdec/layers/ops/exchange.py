@@ -1,4 +1,6 @@
-"""Sums over ranks within the next norms: whether a group's GPUs can, and do it right."""
+"""Sums over ranks within the norms that follow them: whether the GPUs of a group can, and do it
+right.
+"""
 
 import torch
 from torch import Tensor
@@ -9,7 +11,9 @@ from specdec.parallel.group import Group
 from specdec.parallel.shared_rows import SharedRows
 
 MAX_TRIES = 10_000_000
-"""Looks at another rank's flag, some ten seconds of them: failures must not hang."""
+"""Looks of the check at another rank's flag, some ten seconds of them: what does not work is not to
+hang.
+"""
 
 
 def shared_rows(
@@ -37,7 +41,9 @@ def shared_rows(
 
 
 def _is_right(rows: SharedRows, group: Group, device: torch.device) -> bool:
-    """Whether sums of many rows and of one have another kernel's bits, a few times over."""
+    """Whether sums of many rows and of one, a few times in turn, have the bits of those that
+    another kernel adds up.
+    """
     from specdec.kernels.triton_norm import add_rms_norm  # it imports Triton
 
     generator = torch.Generator(device).manual_seed(group.rank)

@@ -1,4 +1,6 @@
-"""Which of our Triton kernels compute layers, and self-checks of those around attention."""
+"""Which of our Triton kernels compute a model's layers, and the self-checks of those around
+attention.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +21,9 @@ EPSILON = 1e-5
 
 
 def check_fused_layers(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """Norms of one and many warps, partial sums, SwiGLU, RoPE with and without the write."""
+    """Norms of one and of many warps, partial sums, SwiGLU, and RoPE with and without the cache
+    write.
+    """
     return worst(
         [
             *_norm_deviations(device, dtype),
@@ -47,7 +51,9 @@ FUSED_LAYERS = Kernel("fused_layers", check_fused_layers, dtypes=FLOATS, ways=no
 
 
 def check_few_rows(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """Split, gated and plain products, of one row and of several."""
+    """Products whose inputs are split among programs, that are gated, and plain ones, of one row
+    and of several.
+    """
     from specdec.layers.triton_linear import few_rows  # it imports Triton
 
     def off(rows: int, width: int, gated: bool, may_split: bool) -> Deviation:

@@ -1,4 +1,6 @@
-"""Convolutions around a drafter's sublayer (DFlash 2, z-lab/dflash): rows mix with earlier ones."""
+"""Convolutions around a sublayer of a drafter (DFlash 2, z-lab/dflash): each row of a block is
+mixed with the rows before it.
+"""
 
 from dataclasses import dataclass
 from typing import Literal

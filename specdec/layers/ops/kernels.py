@@ -108,7 +108,9 @@ class TritonOps(Ops):
         return self.activate(linear(x), activation) if product is None else product
 
     def activate(self, joined: Tensor, activation: str) -> Tensor:
-        """The activation [T, width] of a computed product [T, 2 * width], ungated [T, width]."""
+        """The activation [T, width] of a product [T, 2 * width], or without a gate [T, width], that
+        has been computed.
+        """
         return gated(joined, activation)
 
     def add(

@@ -47,7 +47,9 @@ class GroupNorm(NamedTuple):
 
 
 def gated_norm(x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
-    """`x` [T, groups * V] normed by groups, times SiLU or sigmoid of `gate`, in plain torch."""
+    """Groups of `x` [T, groups * V], normed and times SiLU or sigmoid of `gate`;
+    `specdec.layers.ops.triton_gated_norm` in torch.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     groups = (-1, norm.width or len(norm.weight))
     opened = (torch.sigmoid if norm.sigmoid else F.silu)(gate.to(wide)).unflatten(1, groups)

@@ -43,7 +43,9 @@ class Join(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What a layer does to queries, keys and values before they meet, and how they meet."""
+    """What one layer's attention does to its queries, keys and values before they meet, and how
+    they meet.
+    """
 
     scale: float  # of the scores
     window: int | None = None
@@ -82,7 +84,8 @@ class AttentionInputs(NamedTuple):
 class Ops:
     """Operations in plain torch, the oracle of kernels.
 
-    Rows are packed, [T, ...]. A weight `prefetch` is a coming product's, for a kernel's hint.
+    Rows are packed: [T, ...]. A weight called `prefetch` is that of a product soon to come, which a
+    kernel may prefetch.
     """
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
@@ -99,7 +102,9 @@ class Ops:
         return linear(x)
 
     def gated(self, linear: Linear, x: Tensor, activation: str, prefetch: Linear) -> Tensor:
-        """The gated activation [T, out / 2] of a joint product, or ungated [T, out]."""
+        """The gated activation [T, out / 2] of a product that joins gate and up, or [T, out] of one
+        without a gate.
+        """
         return activate(linear(x), activation)
 
     def add(
@@ -144,7 +149,9 @@ class Ops:
         return router(hidden)
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Each row's weighted experts for `x` [T, H]: [T, H], or float32 [parts, T, H] to sum."""
+        """The weighted sum [T, H] of each row's experts for `x` [T, H], or float32 [parts, T, H]
+        whose sum it is.
+        """
         return apply_experts(x, weights, ids, experts)
 
     def joined_experts(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
@@ -195,7 +202,9 @@ class Ops:
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> None:
-        """Norms and rotates keys [T, num_kv_heads, head_dim]; writes them and values like them."""
+        """Norms and rotates keys [T, num_kv_heads, head_dim], and writes them and values like them
+        to the cache.
+        """
         key = key if key_norm is None else rms_norm(key, key_norm)
         backend.write(cache, rotate(key, *angles.doubled), value, slot_mapping)
 
@@ -222,7 +231,9 @@ class Ops:
         return mix_rows(x, dynamic, convolution.base, convolution.width, side)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
-        """`x` [T, groups * V], groups normed and, before or after, times the SiLU of `gate`."""
+        """`x` [T, groups * V], each group normed and before or after that times the SiLU of `gate`
+        like it.
+        """
         return gated_norm(x, gate, norm)
 
     def _next(self, residual: Tensor, join: Join) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,9 @@ _SLOPE = tl.constexpr(1.702)
 
 @triton.jit
 def activate(gate: tl.tensor, up: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """The activation KIND of float32 tiles; NaN stays NaN. An ungated one takes one tile twice."""
+    """The activation called KIND of float32 tiles of one shape; NaN stays NaN. One without a gate
+    takes its tile for both.
+    """
     tl.static_assert(
         (KIND == "silu")
         | (KIND == "gelu")

@@ -1,4 +1,6 @@
-"""Embedding rows in Triton: torch's lookup takes several times as long for few rows."""
+"""Embedding rows in Triton: torch's own lookup takes several times as long for the few rows of a
+step.
+"""
 
 import torch
 import triton
@@ -32,7 +34,9 @@ def _embed_kernel(
 
 
 def embed(token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-    """Rows [..., H] of `table` [V, H] times `scale` by int64 ids [...], unchecked."""
+    """Rows [..., H] of `table` [V, H] times `scale` by int64 ids [...], each below V: none is
+    checked.
+    """
     width = table.shape[1]
     assert token_ids.dtype == torch.int64 and table.stride(1) == 1
     output = torch.empty(*token_ids.shape, width, dtype=table.dtype, device=table.device)

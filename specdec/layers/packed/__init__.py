@@ -1,1 +1,3 @@
-"""Weights that stay in few bits, and products with them, for linear layers and experts."""
+"""Weights that stay in few bits, and products with them. Linear layers and experts take them;
+formats of checkpoints make them.
+"""

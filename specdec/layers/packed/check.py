@@ -1,4 +1,6 @@
-"""The self-check of kernels for packed weights; see `specdec.layers.ops.fused` for others."""
+"""The self-check of the kernels that multiply with packed weights; see `specdec.layers.ops.fused`
+for those of the others.
+"""
 
 from collections.abc import Iterator
 
@@ -46,7 +48,9 @@ def kernels_take(weight: PackedWeight) -> bool:
 
 
 def check_packed(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """Every kind of code: few rows plain, gated and split, more and many rows, experts."""
+    """Every kind of code, in products of few rows, plain, gated and split, of more and of many
+    rows, and in experts.
+    """
     weights = (_weight(code, (80, 192), dtype) for code in _SIZES)
     deviations = (one for weight in weights for one in _product_deviations(weight, device))
     return worst([*deviations, *_expert_deviations(device, dtype)])
@@ -122,7 +126,9 @@ def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Dev
 
 
 def _weight(code: Code, shape: tuple[int, ...], dtype: torch.dtype) -> PackedWeight:
-    """[..., out, in] in groups of 32, products about normal; integers have zeros."""
+    """[..., out, in] in groups of 32 inputs, whose products with normal rows are about normal;
+    integers have zeros of their own.
+    """
     *outer, inputs = shape
     scale = (normal(*outer, inputs // 32).abs() + 0.5) / (_SIZES[code] * inputs**0.5)
     if code == "e4m3":

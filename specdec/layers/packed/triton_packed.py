@@ -26,11 +26,15 @@ from specdec.layers.packed.weight import Code, PackedWeight
 MAX_ROWS = 64
 """Rows whose bits do not depend on their number."""
 ROWS_AT_ONCE = 32
-"""Rows of a program whose warps split the inputs; more would run out of memory for loads."""
+"""Rows of a program with lanes; more take more programs, which would otherwise run out of memory
+for what they load ahead.
+"""
 MEDIUM_ROWS = 16
 """Rows up to which a tile's `medium` serves, and `wide` beyond."""
 MAX_TILED_ROWS = 256
-"""Rows up to which rereading codes for every tile beats writing numbers to read."""
+"""Rows up to which reading codes again for every tile of rows is cheaper than writing numbers and
+reading those.
+"""
 SLICE_BYTES = 32 * 2**20
 """Numbers of a weight that exist at a time, which the L2 cache of a large GPU holds."""
 
@@ -84,16 +88,24 @@ order of a sum, and depth where codes do not come directly. So all numbers of ro
 columns may differ."""
 
 AMD_TILES: dict[int, tuple[tuple[int, Tile], ...]] = dict.fromkeys((4, 8), ((0, Tile(16, 4, 128)),))
-"""On AMD's chips, whose matrix instructions order operands otherwise; unmeasured."""
+"""On AMD's chips, whose matrix instructions take operands in another order; nobody has measured
+there.
+"""
 
 MAX_SPLIT_INPUTS = {8: 8192, 4: 4096}
-"""By bits, for a split tile with direct codes; a warp then asks for many at once."""
+"""By bits, of a program whose tile has splits and whose codes come directly; a lane then asks for
+many of them at once.
+"""
 
 MAX_SCALES = 8
-"""Most scales per column and warp asked for at once with codes: registers hold no more."""
+"""Most scales of a column and lane that are asked for at once with their codes: more would not fit
+into registers.
+"""
 
 FEW_REGISTERS = 168
-"""Registers of a thread that unpacks scales of few rows: a processor takes three programs."""
+"""Registers of a thread that unpacks scales of few rows, so that a processor has room for three
+programs.
+"""
 
 MANY_ROWS = Tile(64, 1, 128, stages=3)
 """For `MAX_ROWS` < rows <= `MAX_TILED_ROWS`, 64 at a time."""
@@ -161,7 +173,9 @@ def _dequantize_kernel(
 
 
 def suits(weight: PackedWeight) -> bool:
-    """Whether the kernels take a weight: arranged, groups in runs, rows in half precision."""
+    """Whether the kernels take a weight: arranged, in groups that they divide into runs, for rows
+    in half precision.
+    """
     return (
         weight.run > 1
         and weight.dtype in (torch.bfloat16, torch.float16)
@@ -352,7 +366,9 @@ def tensors_of(weight: PackedWeight) -> tuple[Tensor | None, ...]:
 
 
 def expert_codes(weight: PackedWeight, lanes: int, device: torch.device) -> tuple[Any, ...]:
-    """What `specdec.layers.experts.triton_expert_tiles.multiply_packed` needs of codes."""
+    """What `specdec.layers.experts.triton_expert_tiles.multiply_packed` has to know of experts'
+    codes.
+    """
     options = codes_of(weight, device)
     return (
         *(options[name] for name in ("CODE", "MIDDLE", "GROUP", "RUN", "ROW_WORDS")),

@@ -29,7 +29,9 @@ def share_of(padded: int, span: int, lanes: int) -> int:
 
 @triton.constexpr_function
 def step_of(share: int, span: int, depth: int) -> int:
-    """Inputs of a warp asked for at once: they divide its share, at most `depth`."""
+    """Inputs of a lane whose codes are asked for at once: as many as divide its share, at most
+    `depth`.
+    """
     return max(n for n in range(span, max(span, depth) + 1, span) if share % n == 0)
 
 
@@ -53,7 +55,9 @@ def _within(
     EACH: tl.constexpr,
     SHARE: tl.constexpr,
 ) -> tl.tensor:
-    """Numbers of a tile's elements in a column or row [THREADS, EACH], SHARE to a warp."""
+    """Numbers of a tile's elements in a column or row [THREADS, EACH], where a lane has SHARE of
+    them.
+    """
     PARTS: tl.constexpr = RUN // (4 * EACH)
     thread = tl.arange(0, COUNT * PARTS * LANES * 4)
     part = thread // (32 * LANES) % PARTS
@@ -66,7 +70,9 @@ def _within(
 def _columns(
     tile: tl.tensor, COUNT: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr
 ) -> tl.tensor:
-    """A tile [THREADS, EACH] as [LANES, COUNT, RUN], inputs in the order of `_rows`."""
+    """A tile [THREADS, EACH] as [LANES, COUNT, RUN],
+    in an order of inputs that is that of `_rows`.
+    """
     EACH: tl.constexpr = tile.shape[1]
     tile = tl.reshape(tile, [COUNT // 8, RUN // (4 * EACH), LANES, 8, 4, EACH // 2, 2])
     return tl.reshape(tl.permute(tile, [2, 0, 3, 1, 5, 4, 6]), [LANES, COUNT, RUN])
@@ -86,7 +92,9 @@ def _rows(
 def _factors(
     numbers: tl.tensor, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
 ) -> tl.tensor:
-    """A column's number in each warp [THREADS, 1], as float32 [LANES, COLUMNS, ROWS]."""
+    """A number for each column of each lane [THREADS, 1], the same in every fourth thread, as
+    float32 [LANES, COLUMNS, ROWS].
+    """
     numbers = tl.permute(tl.reshape(numbers, [COLUMNS // 8, LANES, 8, 4]), [1, 0, 2, 3])
     numbers = tl.reshape(numbers.to(tl.float32), [LANES, COLUMNS, 1, 4, 1])
     return tl.reshape(
@@ -319,7 +327,9 @@ def sums_in_lanes(
     ASSEMBLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Products of rows with columns, float32 [COLUMNS, ROWS], and with those `up` further."""
+    """Products of rows with columns, float32 [COLUMNS, ROWS], and with those as far behind as `up`
+    is; the same without one.
+    """
     COUNT: tl.constexpr = codes_of_word(CODE)
     SPAN: tl.constexpr = COUNT * RUN
     ROWS: tl.constexpr = row.shape[0]

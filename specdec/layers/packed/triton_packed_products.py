@@ -159,7 +159,9 @@ def packed_sums(
     SPLITS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Products of rows with columns, float32 [COLUMNS, ROWS], and with those `up` further."""
+    """Products of rows with columns, float32 [COLUMNS, ROWS], and with those as far behind as `up`
+    is; the same without one.
+    """
     COUNT: tl.constexpr = codes_of_word(CODE)
     SPAN: tl.constexpr = COUNT * RUN
     ROWS: tl.constexpr = rows.shape[0]

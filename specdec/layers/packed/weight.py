@@ -1,4 +1,6 @@
-"""Weights of few bits as data: codes, scales of groups of inputs, and the kernels' order."""
+"""Weights of few bits as data: codes, scales that groups of inputs share, and the order in which
+kernels read them.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ class PackedWeight:
         return self.codes.device
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers [..., out, in], computed in float32 or wider, rounded once to `dtype`."""
+        """The numbers [..., out, in], computed in float32 or wider and rounded once to `dtype`, by
+        default the weight's.
+        """
         dtype = dtype or self.dtype
         wide = torch.promote_types(dtype, torch.float32)
         codes = _in_order(self.codes, self.high, self.code, self.run)[..., : self.in_features]
@@ -152,7 +156,9 @@ class PackedWeight:
         return self._changed(lambda tensor: tensor[..., start:end, :])
 
     def inputs(self, start: int, end: int) -> PackedWeight:
-        """The inputs from `start` to before `end`, copied, so others may go; see `divides`."""
+        """The inputs from `start` to before `end`, copied, so that the others need not be kept; see
+        `divides`.
+        """
         assert self.plain and self.run == 1, "before `arranged`"
         assert self.divides(start) and self.divides(end), "whole groups"
         last = end == self.in_features
@@ -173,7 +179,9 @@ class PackedWeight:
         return replace(self, codes=own, scale=scale, zero=zero, padding=padding)
 
     def divides(self, start: int) -> bool:
-        """Whether a part may begin or end at an input: between bytes, and whole groups."""
+        """Whether a part may begin or end at an input: between bytes, and between groups unless one
+        has all inputs.
+        """
         whole = self.group >= self.in_features
         return start in (0, self.in_features) or (
             start % (1 + self.halves) == 0 and (whole or start % self.group == 0)
@@ -196,7 +204,9 @@ class PackedWeight:
         return found | {"codes": _bytes(self.codes)}
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """The weight with other tensors; codes go as bytes, as few operations take floats of 8."""
+        """The weight with other tensors; codes go through as bytes, for few operations know 8-bit
+        floats.
+        """
         tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors().items()}
         return replace(self, **tensors | {"codes": tensors["codes"].view(self.codes.dtype)})
 

@@ -1,1 +1,3 @@
-"""Layers that keep a state instead of keys and values, in plain torch and in kernels."""
+"""Layers that keep a state instead of keys and values, in plain torch and in kernels. Decoder
+layers use them through `Ops`.
+"""

@@ -1,4 +1,6 @@
-"""The self-check of recurrent layers' kernels; see `specdec.layers.ops.fused` for others."""
+"""The self-check of the kernels of recurrent layers; see `specdec.layers.ops.fused` for those of
+the others.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -121,7 +123,9 @@ def _rows(device: torch.device, start: int, count: int, *, final: bool) -> Recur
 
 
 def _serially(one: Recurrence, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs [length, heads * V] and a sequence's state, in `x`'s type and float32 at least."""
+    """Outputs [length, heads * V] and the state of a sequence, in the type of `x` and float32 at
+    least, written down once more.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     rows, keys = len(x), one.num_key_heads * one.key_dim
     padded = F.pad(x[:, : one.channels].to(wide), (0, 0, one.taps - 1, 0))

@@ -1,4 +1,6 @@
-"""`specdec.layers.ops.ops.Ops` where our kernels compute recurrent layers and nothing else."""
+"""`specdec.layers.ops.ops.Ops` where our kernels compute recurrent layers and nothing else, as
+around latent attention.
+"""
 
 from torch import Tensor
 

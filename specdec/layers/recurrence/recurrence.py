@@ -1,4 +1,6 @@
-"""Recurrent layers: a forward's rows as they see them, and plain torch, the kernels' oracle."""
+"""Recurrent layers: the rows of a forward as they see them, and plain torch for what they compute,
+the oracle of our kernels.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ CHUNK = 64
 """Rows of a prompt that are taken in at once."""
 
 KEY_CHUNK = 16
-"""The same where key channels decay by themselves: every pair of rows has a vector."""
+"""The same where every key channel has a decay of its own, so that every pair of rows has a vector
+of them.
+"""
 
 MAX_SERIAL = 32
-"""Most rows taken in one by one, so that tokens have the same bits alone and as drafts."""
+"""Rows that are taken in one by one at most, so that a token has the same bits alone and among
+drafts.
+"""
 
 
 class RecurrentRows(NamedTuple):
@@ -72,7 +78,9 @@ class RecurrentRows(NamedTuple):
         )
 
     def finish(self, lengths: Tensor) -> None:
-        """Notes in `lengths` int64 [num_slots] what states took in, after all layers."""
+        """Notes in `lengths` int64 [num_slots] what the states have taken in, once all layers have
+        run.
+        """
         lengths.index_copy_(0, self.slots, self.starts + self.counts if self.final else self.starts)
 
     def pending(self, lengths: Tensor) -> Tensor:
@@ -189,7 +197,9 @@ def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentR
 
 
 def packed_rows(out: Tensor, rows: RecurrentRows, pending: Tensor, count: int) -> Tensor:
-    """One line per request [num_reqs, rows, ...] as packed rows, without pending ones."""
+    """From one line per request [num_reqs, rows, ...] back to packed rows, those that were pending
+    left out.
+    """
     owners = torch.repeat_interleave(rows.first_rows.diff().long(), output_size=count)
     packed = torch.arange(count, device=out.device)
     places = pending[owners] + packed - rows.first_rows.long()[owners]
@@ -197,7 +207,9 @@ def packed_rows(out: Tensor, rows: RecurrentRows, pending: Tensor, count: int) -
 
 
 def window_of(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: Tensor) -> Tensor:
-    """[num_reqs, taps - 1 + max_pending + max_rows, width]: inputs for the pending rows on."""
+    """[num_reqs, taps - 1 + max_pending + max_rows, width]: inputs from where the convolution of
+    the first pending row begins.
+    """
     columns, device = ring.shape[1], x.device
     places = (
         torch.arange(1 - taps, rows.max_pending + rows.max_rows, device=device)
@@ -211,7 +223,9 @@ def window_of(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: 
 
 
 def convolved(window: Tensor, kernel: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """[num_reqs, count, channels], tap by tap: libraries' order may depend on the rows' number."""
+    """[num_reqs, count, channels], tap by tap: a library's convolution may add up in an order that
+    depends on the rows' number.
+    """
     wide = torch.promote_types(window.dtype, torch.float32)
     mixed = window.new_zeros((), dtype=wide) if bias is None else bias.to(wide)
     for tap, weight in enumerate(kernel.to(wide).unbind(1)):
@@ -253,7 +267,9 @@ def _inputs(window: Tensor, recurrence: Recurrence, live: Tensor) -> _Taken:
 def _serially(
     state: Tensor, taken: _Taken, live: Tensor, pending: Tensor, rule: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [num_reqs, rows, heads, V], states after all live rows and pending ones."""
+    """Outputs [num_reqs, rows, heads, V], and the states after all live rows and after the pending
+    ones alone.
+    """
     before, outputs = state, []
     for row in range(live.shape[1]):
         query, key, value, decay, beta = (part[:, row] for part in taken)
@@ -292,7 +308,9 @@ def _in_chunks(state: Tensor, taken: _Taken, rule: str) -> tuple[Tensor, Tensor]
 
 
 def _scores(readers: Tensor, key: Tensor, total: Tensor) -> Tensor:
-    """[num_reqs, heads, rows, rows]: each of `readers` by its and earlier keys, decayed."""
+    """[num_reqs, heads, rows, rows]: what each of `readers` has of the keys before it and its own,
+    decayed since then.
+    """
     later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
     between = (
         (total[..., :, None, :] - total[..., None, :, :])

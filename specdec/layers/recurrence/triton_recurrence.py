@@ -78,7 +78,9 @@ def _row(
     DELTA: tl.constexpr,
     DECAYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Query, key, value, their factors, log decays (one or per key), and beta of a row."""
+    """Query, key, value, their factors, the logarithm of decays, one or as many as keys, and beta
+    of a row.
+    """
     KEY_CHANNELS: tl.constexpr = KEY_HEADS * KEY_DIM
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     channels += row * (2 * KEY_CHANNELS + VALUE_HEADS * VALUE_DIM)

@@ -51,7 +51,9 @@ class Tile(NamedTuple):
 
 TILE = Tile(32, 4, 2, True)
 KEY_TILE = Tile(16, 4, 2, True)
-"""With decays per key; of more columns CDNA would spill registers. Never measured."""
+"""Where each key channel has a decay; of more columns registers would spill on CDNA. Never
+measured.
+"""
 
 
 def stages_for(memory: int) -> int:

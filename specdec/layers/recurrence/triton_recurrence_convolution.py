@@ -1,4 +1,6 @@
-"""Convolution, SiLU and L2 norms of a recurrent layer's rows, for `triton_recurrence_inputs`."""
+"""Convolution, SiLU and L2 norms of a recurrent layer's rows, as functions for
+`specdec.layers.recurrence.triton_recurrence_inputs`.
+"""
 
 import triton
 import triton.language as tl

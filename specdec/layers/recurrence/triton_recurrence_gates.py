@@ -1,4 +1,5 @@
-"""Decays and betas of a recurrent layer's rows, for `triton_recurrence_inputs`."""
+"""Decays and betas of a recurrent layer's rows, as functions for
+`specdec.layers.recurrence.triton_recurrence_inputs`."""
 
 import triton
 import triton.language as tl
@@ -8,7 +9,9 @@ from specdec.layers.recurrence.triton_recurrence_ring import input_at
 
 @triton.jit
 def _softplus(x: tl.tensor) -> tl.tensor:
-    """log(1 + exp(x)), exact where small, unlike the logarithm of a rounded sum."""
+    """log(1 + exp(x)) to the last digits also where it is small, which the logarithm of a rounded
+    sum is not.
+    """
     small = tl.exp(-tl.abs(x))
     # log(1 + e) = 2 artanh(e / (2 + e)), whose argument is a third at most.
     ratio = small / (2.0 + small)

@@ -1,4 +1,6 @@
-"""A recurrent layer's ring of inputs in Triton: how it is read, and what long prompts leave."""
+"""The ring of inputs of a recurrent layer in Triton: what is read of it, and what prompts that are
+longer than it leave there.
+"""
 
 import triton
 import triton.language as tl
@@ -25,7 +27,9 @@ def input_at(
     columns: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Inputs of one position: earlier ones lie in the ring, zeros before a sequence."""
+    """Inputs of one position: what came before the forward's rows lies in the ring, and before a
+    sequence there are zeros.
+    """
     row = tl.where(
         position >= start, x + (position - start) * x_stride, ring + (position % columns) * WIDTH
     )

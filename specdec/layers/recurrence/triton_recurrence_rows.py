@@ -45,7 +45,9 @@ class Layer(Protocol):
 
 
 class Rows(Protocol):
-    """A forward's rows: `specdec.layers.recurrence.recurrence.RecurrentRows`, which lies above."""
+    """Whose rows a forward has: `specdec.layers.recurrence.recurrence.RecurrentRows`, which lies
+    above.
+    """
 
     @property
     def slots(self) -> Tensor: ...
@@ -64,7 +66,9 @@ class Rows(Protocol):
 
 
 class Prepared(NamedTuple):
-    """What states take in. Rows of request r begin at `first_rows[r] + r * max_pending`."""
+    """What states take in. Rows of request r begin at `first_rows[r] + r * max_pending`, pending
+    ones first.
+    """
 
     # [T + num_reqs * max_pending, channels] in the model's type, convolved: queries, keys, values
     channels: Tensor
@@ -78,6 +82,8 @@ class Prepared(NamedTuple):
 def pending_rows(
     lengths: tl.tensor, slot: tl.tensor, start: tl.tensor, max_pending: tl.tensor
 ) -> tl.tensor:
-    """Accepted rows that a slot's state has not taken in, as `RecurrentRows.pending`."""
+    """Accepted rows that the state of a slot has not taken in,
+    as `RecurrentRows.pending` has them.
+    """
     waiting = tl.minimum(tl.maximum(start - tl.load(lengths + slot), 0), max_pending)
     return tl.where(start == 0, 0, waiting).to(tl.int32)

@@ -1,4 +1,6 @@
-"""What a prompt's chunks need that depends on no state; see `triton_recurrence_chunks`."""
+"""What the chunks of a prompt need that depends on no state, in Triton; see
+`specdec.layers.recurrence.triton_recurrence_chunks`.
+"""
 
 import torch
 import triton
@@ -26,7 +28,9 @@ def span(
     max_pending: tl.tensor,
     request: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """A request's pending rows, all rows, first row in `Prepared`, first chunk, missing rows."""
+    """A request's pending rows, all its rows, the first of them in `Prepared`, its first chunk, and
+    the rows that that lacks.
+    """
     start = tl.load(starts + request)
     pending = pending_rows(lengths, tl.load(slots + request), start, max_pending)
     total = pending + tl.load(counts + request).to(tl.int32)

@@ -1,1 +1,3 @@
-"""Rotary position embeddings: frequencies, angles and the rotation itself."""
+"""Rotary position embeddings: frequencies, angles and the rotation itself. Attention layers and
+drafters use them.
+"""

@@ -1,4 +1,6 @@
-"""Rotary position embeddings (RoFormer, arXiv 2104.09864): frequencies by config, and angles."""
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864): frequencies from a config, angles of
+positions in few operations.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +17,9 @@ from specdec.device.deviation import Deviation, deviation, worst
 from specdec.kernels.kernel import Kernel
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
-"""RoPE types (Transformers' names) whose frequencies stay the same at any length."""
+"""RoPE types, as Transformers names them, whose frequencies stay what they are, however long a
+sequence grows.
+"""
 
 ROPE_TYPES = (*STATIC_ROPE_TYPES, "dynamic", "longrope")
 """Types that targets may have; of the last two frequencies depend on a request's length."""
@@ -239,12 +243,16 @@ class Angles:
 
     @cached_property
     def row_index(self) -> Tensor:
-        """0, 1, ... int64 [T]: for a kernel that looks angles up where this is the table."""
+        """0, 1, ... int64 [T]: for a kernel that looks angles up in a table by position, where this
+        is the table.
+        """
         return torch.arange(len(self.cos), device=self.cos.device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the halves of `x`'s last axis [..., heads, head_dim], by `Angles.doubled`."""
+    """Rotates the halves of the last axis of `x` [..., heads, head_dim] against each other, by
+    `Angles.doubled`.
+    """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
@@ -344,7 +352,9 @@ _NOT_OF_THE_TYPE = (
 
 
 def _proportional(parameters: Mapping[str, Any], head_dim: int) -> Tensor:
-    """A whole head's frequencies, lowest ones 0: pairs lie as if all were rotated."""
+    """Frequencies as those of a whole head, of which the lowest are 0: its pairs lie as far apart
+    as if all were rotated.
+    """
     rotated = int((parameters.get("partial_rotary_factor") or 1.0) * head_dim // 2)
     exponents = torch.arange(0, 2 * rotated, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / parameters["rope_theta"] ** exponents / parameters.get("factor", 1.0)
@@ -358,7 +368,9 @@ def _frequencies(
     *,
     is_long: bool = False,
 ) -> tuple[Tensor, float]:
-    """Inverse frequencies float32 [rotated / 2], LongRoPE's second if `is_long`, amplitude."""
+    """Inverse frequencies float32 [rotated / 2], with `is_long` LongRoPE's second set, and the
+    amplitude.
+    """
     if parameters["rope_type"] == "default":
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0

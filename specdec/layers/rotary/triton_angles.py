@@ -1,4 +1,5 @@
-"""Cosines and sines of rotations in Triton; see `specdec.layers.rotary.rotary.half_angles`."""
+"""Cosines and sines of rotations in Triton, in one launch; see
+`specdec.layers.rotary.rotary.half_angles`."""
 
 import torch
 import triton
@@ -40,7 +41,9 @@ def _angles_kernel(
 def angles(
     position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [..., head_dim / 2] of int64 positions [...], shared frequencies."""
+    """Cosines and sines [..., head_dim / 2] of positions int64 [...], for frequencies float32
+    [head_dim / 2] that all share.
+    """
     (half,) = frequencies.shape
     cos, sin = (
         torch.empty(*position_ids.shape, half, dtype=dtype, device=position_ids.device)

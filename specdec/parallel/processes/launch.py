@@ -26,11 +26,14 @@ from specdec.parallel.processes.workers import PATIENCE, Workers
 from specdec.parallel.sockets import check_loopback, on_one_machine, rank_sockets
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
-"""How long ranks wait for each other at the start, where one may import more."""
+"""How long ranks wait for each other at the start, where one may have to import more than another.
+"""
 
 
 def torchrun_size() -> int:
-    """Processes that `torchrun` has started, this one among them; 1 where it has not."""
+    """Processes that `torchrun` has started, this one among them; 1 where it has not started this
+    one.
+    """
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
@@ -242,7 +245,9 @@ def _lead(executor: Executor) -> Executor:
 
 
 def _leave(executor: Executor) -> None:
-    """At the program's end: ends a process whose device waits for a lost rank for ever."""
+    """At the end of the program. A device that waits for a lost rank would keep the process for
+    ever, which is ended then.
+    """
     executor.end()
     if executor.failed and torch.cuda.is_initialized():
         # with status 1
@@ -251,7 +256,9 @@ def _leave(executor: Executor) -> None:
 
 
 def _watch(executor: Executor, processes: Sequence[int]) -> None:
-    """Ends a stopped rank of `torchrun`, as `Workers` does; `torchrun` ends the others then."""
+    """Ends a rank of `torchrun` that is stopped, as `Workers` does those of rank 0; `torchrun`
+    ends the others then.
+    """
     looks = [0] * len(processes)
     while executor.ended is None:
         time.sleep(watched.LOOK)
@@ -263,7 +270,9 @@ def _watch(executor: Executor, processes: Sequence[int]) -> None:
 
 
 def _lost(executor: Executor, line: str) -> None:
-    """A rank has ended unasked: what rank 0 waits for will not come. By the finder's thread."""
+    """A rank has ended unasked: whatever rank 0 waits for will not come. By the thread that has
+    found out.
+    """
     executor.lose(line)
     group = executor.group.device_group
     if executor.busy and dist.get_backend(group) == "nccl":

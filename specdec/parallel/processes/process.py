@@ -31,7 +31,9 @@ class Settings(TypedDict):
 
 
 def silence() -> None:
-    """Leaves printing, and an orderly end after a signal to all processes, to rank 0."""
+    """Leaves it to rank 0 to print, and to end in good order when it is told to by a signal, which
+    often goes to all processes.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sys.stdout.flush()

@@ -1,4 +1,6 @@
-"""What another rank's process runs: it joins the group, follows rank 0, and ends with it."""
+"""What the process of another rank runs: it joins the group and follows rank 0,
+and ends with it.
+"""
 
 import ctypes
 import os
@@ -12,7 +14,9 @@ from specdec.parallel.processes.process import Settings, one_line, silence
 
 
 def main(settings: Settings) -> NoReturn:
-    """Follows until rank 0 ends the group, and exits; the last line printed says what failed."""
+    """Follows until rank 0 says that the group ends, and exits; the last line on standard output
+    says what went wrong.
+    """
     _end_with(settings["parent"])
     words = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     silence()

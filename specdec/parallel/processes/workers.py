@@ -26,13 +26,17 @@ READY = b"ready\n"
 """What a process writes once all is imported."""
 
 PATIENCE = 5.0
-"""Seconds that a process has to end when asked, and a call to notice an ended rank."""
+"""Seconds that a process has to end when it is asked to, and a call on rank 0 to notice that a rank
+has ended.
+"""
 
 LOOK = 0.5
 """Seconds from one look at the processes to the next."""
 
 STOPPED = 20
-"""Looks in a row at a stopped process before it counts as lost; Ctrl-Z stops the watch, too."""
+"""Looks in a row at which a process is stopped before it counts as lost. The watch itself stops
+with rank 0, as at Ctrl-Z.
+"""
 
 GATHER = 0.5
 """Seconds in which others may end because of the rank that ended first."""

@@ -132,7 +132,9 @@ def plain_candidates(
 
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Columns int64, log-probabilities float32 [rows, count]: best of float32 [rows, V]."""
+    """Columns int64 and log-probabilities float32 [rows, count] of the highest of float32 [rows,
+    V].
+    """
     # `max` gives of equal ones the first, too.
     columns = (
         scores.max(dim=-1, keepdim=True).indices if count == 1 else highest_columns(scores, count)

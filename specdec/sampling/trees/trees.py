@@ -155,7 +155,9 @@ class _Rows(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _rows(widths: tuple[int, ...], num_nodes: int, device: torch.device) -> _Rows:
-    """Rows of levels of so many paths; kept, since small operations are a tree's cost."""
+    """Rows of levels of so many paths; made once, since on a CPU many small operations are what a
+    tree costs.
+    """
     firsts = accumulate((1, *widths), initial=0)
     levels = [
         torch.full((width,), first, device=device)
@@ -172,7 +174,9 @@ def _rows(widths: tuple[int, ...], num_nodes: int, device: torch.device) -> _Row
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
-    """See `DraftTree.ancestors`; `parents` int64 [num_reqs, N] come first, `depth` at most."""
+    """See `DraftTree.ancestors`; of drafts whose `parents` int64 [num_reqs, N] come before them, in
+    paths of at most `depth`.
+    """
     above = F.pad(
         torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device), (1, 0)
     )
@@ -229,7 +233,9 @@ def _followed(
 
 
 def check_trees(device: torch.device) -> Deviation:
-    """Trees of many equal scores, and conditional ones; the target mostly agrees."""
+    """Trees with many equal scores, and conditional ones; drafts that the target mostly agrees
+    with.
+    """
     from specdec.sampling.trees import triton_trees
 
     generator = torch.Generator().manual_seed(0)

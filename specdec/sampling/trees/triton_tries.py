@@ -30,7 +30,9 @@ def _turns(depth: int) -> int:
 
 @triton.jit
 def _followed(sums: tl.tensor, before: tl.tensor, TURNS: tl.constexpr) -> tl.tensor:
-    """Sums along paths to entries [N], each with its parent's number from 1; 0 for none."""
+    """Sums along the paths to entries [N], each with the number of the one before it, from 1 on; 0
+    for none.
+    """
     for _ in tl.static_range(TURNS):
         place = tl.maximum(before - 1, 0)
         sums += tl.where(before > 0, tl.gather(sums, place, 0), 0)
@@ -53,7 +55,9 @@ def _store_best(
     DEPTH: tl.constexpr,
     LOGARITHMS: tl.constexpr,  # scores become them
 ) -> None:
-    """Writes parents, depths, ancestors, ranks, tokens, scores and count of the best."""
+    """Writes parents, depths, ancestors, ranks and tokens of the best entries, their scores, and
+    how many there are.
+    """
     MOST: tl.constexpr = max(2, triton.next_power_of_2(NODES))  # one would be no vector
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, MOST)
@@ -146,7 +150,9 @@ def _trie_kernel(
 
 @triton.jit
 def _mixed(token: tl.tensor, depth: tl.tensor) -> tl.tensor:
-    """int64 unlike other tokens' or depths': MurmurHash3's finalizer (public domain)."""
+    """int64 that no other token or depth has: the finalizer of MurmurHash3 (public domain) is a
+    permutation.
+    """
     x = ((token << 16) | depth).to(tl.uint64)
     x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
     x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
@@ -166,7 +172,9 @@ def _tree(
     SIZE: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> tl.tuple:
-    """Drafts of a tree that count [SIZE]: tokens, parents, depths, scores, sums of paths."""
+    """Which drafts of a tree count [SIZE], their tokens, parents and depths, their scores, and sums
+    that tell their paths.
+    """
     node = tl.arange(0, SIZE)
     within, place = node < NODES, request * NODES + node
     token = tl.load(tokens + place, mask=within, other=0)

@@ -63,7 +63,9 @@ class Answer:
     def choice(
         self, result: GenerationResult, index: int, first: GenerationResult
     ) -> dict[str, Any]:
-        """An output as a whole; `first` is the same prompt's that has its log-probabilities."""
+        """An output as a whole; `first` is that of the same prompt that has its
+        log-probabilities.
+        """
         raise NotImplementedError
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -149,7 +151,9 @@ class Answer:
         return before + escaped(encode_basestring(text)).encode(errors="replace") + after
 
     def events(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
-        """Events of what came: none where it shows nothing yet, one more at an output's end."""
+        """Events of what came: none where it shows nothing yet, and one more at the end of an
+        output.
+        """
         self._counts[chunk.index] += len(chunk.token_ids)
         for change in self.changes(self.shown(chunk)):
             yield self._event([{"index": chunk.index, **change, "finish_reason": None}])

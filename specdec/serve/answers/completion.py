@@ -13,7 +13,9 @@ from specdec.session.outputs import GenerationResult, StreamChunk
 
 
 class Completion(Answer):
-    """See `Answer`. `echoes` are the texts of prompts where the request wants them first."""
+    """See `Answer`. `echoes` are the texts of the prompts where the request wants them before its
+    outputs.
+    """
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
@@ -80,7 +82,9 @@ class Completion(Answer):
     def _tops(
         self, tokens: Sequence[int], values: Sequence[float | None], tops: Sequence[Top | None]
     ) -> Iterator[dict[str, float] | None]:
-        """By text, where the likeliest of tokens that read alike counts; the token among them."""
+        """By text, where of tokens that read alike the likeliest counts; the token itself is among
+        them.
+        """
         for place, (token, value) in enumerate(zip(tokens, values, strict=True)):
             top = tops[place] if place < len(tops) else None
             if value is None:
@@ -92,6 +96,8 @@ class Completion(Answer):
             yield named
 
     def _name(self, token: int) -> str:
-        """Unlike in chats, bytes for parts of characters: tokens are told apart by name."""
+        """Unlike in chats, of parts of characters their bytes: likely tokens are told apart by
+        their names.
+        """
         name = self.name if self.asked.return_tokens_as_token_ids else self.tokens.name
         return name(token)

@@ -1,4 +1,6 @@
-"""The bytes that tokens stand for, which text does not tell of parts of a character."""
+"""The bytes that tokens stand for, which text alone does not tell of those that are part of a
+character.
+"""
 
 from __future__ import annotations
 

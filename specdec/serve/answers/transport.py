@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class Json(JSONResponse):
-    """An answer. What it repeats may hold half of a surrogate pair, which has no UTF-8."""
+    """An answer. Half of a surrogate pair has no UTF-8, and is in what JSON or the name of a file
+    may hold and an answer repeats.
+    """
 
     def render(self, content: Any) -> bytes:
         """The answer as JSON."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import append, claimed, make_folder, remove
-from specdec.session.link.hub import Ended
+from specdec.session.link.link import Ended
 
 LEAST_BYTES = 65_536
 PARTS = 8

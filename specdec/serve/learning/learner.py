@@ -22,7 +22,8 @@ from specdec.base.writing import append, make_folder, remove_folder
 from specdec.serve.config import ServeConfig
 from specdec.serve.learning.journal import RequestJournal, is_kept
 from specdec.session.decoder import SpecDecoder
-from specdec.session.link.hub import Ended, Hub
+from specdec.session.link.hub import Hub
+from specdec.session.link.link import Ended
 
 logger = logging.getLogger(__name__)
 

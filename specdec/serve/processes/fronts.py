@@ -20,7 +20,8 @@ from specdec.serve.learning.learner import Learner
 from specdec.serve.processes.setup import Setup
 from specdec.serve.server import LAST_SECONDS
 from specdec.session.decoder import SpecDecoder
-from specdec.session.link.hub import Hub, Link
+from specdec.session.link.hub import Hub
+from specdec.session.link.link import Link
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,9 @@ _ALONE |= {"MALLOC_ARENA_MAX": "2"}
 
 
 def updates_of(decoder: SpecDecoder, config: ServeConfig) -> Callable[[str], None] | None:
-    """What has the checkpoint of a name draft, one in the config's folder, if clients may ask."""
+    """What has the checkpoint of a name draft, if clients may ask for that: one in the folder that
+    the config names.
+    """
     if config.drafter_updates is None:
         return None
     folder = user_path(config.drafter_updates).resolve()
@@ -97,7 +100,7 @@ class Fronts:
             on_loss=lambda link: self._replace(link, hub, setup),
             on_stop=lambda: self._stop(setup.config.drain_seconds + 2 * LAST_SECONDS),
             update_drafter=updates_of(decoder, setup.config),
-            on_end=learner.take if learner else lambda ended: None,
+            on_end=learner.take if learner else None,
         )
         if learner:
             learner.start(decoder, hub)

@@ -35,7 +35,9 @@ class Setup:
     drafter: str | None = None
 
     def message(self) -> tuple[str, bytes]:
-        """What a front is sent first: a pickle, which is code, as no other message is."""
+        """What a front is sent first. A pickle is code: no other message is one, and none that a
+        front sends.
+        """
         return "setup", pickle.dumps(self)
 
     @classmethod
@@ -86,7 +88,9 @@ class Setup:
 
 
 def last_part(name: str) -> str:
-    """The last part of a folder's path; other names as they are. Bad bytes become ?."""
+    """The last part of a folder's path; any other name as it is. Bytes that are no text become
+    question marks.
+    """
     path = user_path(name)
     found = path.resolve().name or name if path.exists() else name
     return found.encode(errors="replace").decode()

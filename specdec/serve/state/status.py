@@ -23,7 +23,9 @@ class Status:
         self._front, self._start = front, time.monotonic()
 
     def numbers(self) -> dict[str, Any]:
-        """Numbers of now, and counts that only rise; rates are differences by `seconds`."""
+        """Numbers of now, and counts that only rise: a rate is the difference of two, divided by
+        that of their `seconds`.
+        """
         front = self._front
         totals, engine, numbers = front.count(), front.engine.facts, front.engine.numbers
         return {

@@ -15,19 +15,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdec.base.errors import SpecDecError, one_line, shown
 from specdec.engine.launch import Launch
 from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
-from specdec.session.handle import Handle
 from specdec.session.link.channel import (
-    MAX_BYTES,
-    Channel,
     Malformed,
     Numbers,
     end_of,
@@ -36,6 +32,7 @@ from specdec.session.link.channel import (
     plain_error,
     unpacked,
 )
+from specdec.session.link.link import Ended, Link, Output
 from specdec.session.link.updates import Updates
 from specdec.session.outputs import StreamChunk
 
@@ -47,95 +44,6 @@ LOOK_SECONDS = 0.1
 
 ROWS_SECONDS = 0.5
 """Between two steps whose rows callers are told."""
-
-_NUMBERS = count()
-
-
-class _Output:
-    """A request of a caller elsewhere, and how much of it was told."""
-
-    __slots__ = ("handle", "key", "link", "num_logprobs", "num_steps", "num_tokens")
-
-    def __init__(self, link: Link, key: int, handle: Handle) -> None:
-        self.link, self.key, self.handle = link, key, handle
-        self.num_tokens = self.num_steps = self.num_logprobs = 0
-
-
-class Link:
-    """One process of callers.
-
-    Args:
-        sock: leads there.
-        max_outputs: unfinished ones, and grammars that it waits for, at most; more ends it.
-        max_prompt_tokens: of its unfinished outputs.
-
-    Attributes:
-        channel: leads there.
-        number: its own.
-        ready: it serves.
-        outputs: its unfinished ones, by its own numbers.
-        changed: those of which something is to be told.
-        grammars: those that it waits for.
-        prompt_tokens: of its unfinished outputs.
-        numbers: what it was told last.
-        untold: processes whose counts it has not been told as they are.
-        fault: what it sent that is no message of this program.
-    """
-
-    def __init__(self, sock: socket.socket, max_outputs: int, max_prompt_tokens: int) -> None:
-        self.channel, self.ready, self.number = Channel(sock, MAX_BYTES), False, next(_NUMBERS)
-        self._max_outputs, self._max_prompt_tokens = max_outputs, max_prompt_tokens
-        self.fault: str | None = None
-        self.outputs: dict[int, _Output] = {}
-        self.changed: dict[Request, _Output] = {}
-        self.grammars: dict[int, Future[Any]] = {}
-        self.prompt_tokens, self.numbers = 0, Numbers()
-        self.untold: set[int] = set()
-
-    def check_room(self, num_tokens: int) -> None:
-        """Before it gets one more output, or grammar.
-
-        Raises:
-            Malformed: its own limits would have refused that.
-        """
-        for what, most, asked in (
-            ("outputs", self._max_outputs, len(self.outputs) + 1),
-            ("grammars", self._max_outputs, len(self.grammars) + 1),
-            ("prompt tokens", self._max_prompt_tokens, self.prompt_tokens + num_tokens),
-        ):
-            if asked > most:
-                raise Malformed(f"it asks for {asked:,} {what} at once and the limit is {most:,}")
-
-    def drop(self, key: int) -> _Output | None:
-        """Forgets an output; None where it has ended."""
-        output = self.outputs.pop(key, None)
-        if output is not None:
-            self.prompt_tokens -= len(output.handle.request.prompt_token_ids)
-            self.changed.pop(output.handle.request, None)
-        return output
-
-
-class Ended(NamedTuple):
-    """A request that has ended.
-
-    Attributes:
-        prompt_token_ids, output_token_ids: its tokens.
-        sampling, seed: it was decoded with.
-        finish_reason: why it has ended.
-        num_emitted: tokens of each verify step.
-    """
-
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-    sampling: SamplingParams
-    seed: int
-    finish_reason: str | None
-    num_emitted: list[int]
-
-    @classmethod
-    def of(cls, request: Request) -> Ended:
-        """What there is to know of a request."""
-        return cls(*(getattr(request, name) for name in cls._fields))
 
 
 class _Failures:
@@ -165,7 +73,7 @@ class Hub:
         on_stop: called once when all are to end, which it tells them.
         update_drafter: has other weights draft, by the name that a process asks for, in a thread of
             its own; None lets nobody ask.
-        on_end: called with each request that has ended.
+        on_end: called with each request that has ended, where anybody asks for them.
 
     Attributes:
         dead: the engine failed, and then failed a probe, or a rank has ended.
@@ -180,7 +88,7 @@ class Hub:
         on_loss: Callable[[Link], object] = lambda link: None,
         on_stop: Callable[[], object] = lambda: None,
         update_drafter: Callable[[str], object] | None = None,
-        on_end: Callable[[Ended], object] = lambda ended: None,
+        on_end: Callable[[Ended], object] | None = None,
     ) -> None:
         self._decoder, self._session, self._engine = decoder, decoder.session, decoder.engine
         self._ranks = decoder.ranks  # which are not the decoder's any more once they have ended
@@ -190,7 +98,7 @@ class Hub:
         self._drafter: str | None = None  # its name, once it has changed
         self._learned: dict[str, Any] | None = None
         self._links: dict[int, Link] = {}
-        self._outputs: dict[Request, _Output] = {}
+        self._outputs: dict[Request, Output] = {}
         self._totals: dict[int, Any] = {}  # of processes, those that have ended among them
         self._failures = _Failures()
         self._calls: deque[Callable[[], object]] = deque()
@@ -209,7 +117,9 @@ class Hub:
         self._poll.register(link.channel.fileno(), select.POLLIN | select.POLLOUT)
 
     def stop(self) -> None:
-        """Has `run` end once all processes have; from any thread or a signal's handler."""
+        """Has `run` end once all processes have; from any thread, or the handler of a signal, and
+        whatever the engine does meanwhile.
+        """
         if not self.stopping:
             self.stopping = True
             self._on_stop()
@@ -356,7 +266,7 @@ class Hub:
                 logger.exception("a request failed before its first step")
             self._send(link, ("refused", key, *plain_error(error)))
             return
-        link.outputs[key] = self._outputs[handle.request] = _Output(link, key, handle)
+        link.outputs[key] = self._outputs[handle.request] = Output(link, key, handle)
         link.prompt_tokens += len(tokens)
 
     def _take_cancel(self, link: Link, key: int) -> None:
@@ -490,7 +400,8 @@ class Hub:
                 more.append(("end", output.key, end_of(request)))
                 link.drop(output.key)
                 self._outputs.pop(request, None)
-                self._on_end(Ended.of(request))
+                if self._on_end is not None:
+                    self._on_end(Ended.of(request))
         integers = packed(counts + parts + tokens + steps, keys)
         self._send(link, ("news", len(keys), more, numbers, integers))
 

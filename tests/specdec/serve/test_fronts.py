@@ -24,7 +24,8 @@ from specdec.serve.answers.stream import Wire
 from specdec.serve.config import ServeConfig, fronts_for
 from specdec.serve.processes.setup import Setup
 from specdec.session.link.channel import MAX_BYTES, Channel, Facts, packed, unpacked
-from specdec.session.link.hub import Hub, Link
+from specdec.session.link.hub import Hub
+from specdec.session.link.link import Link
 from tests.helpers.live_server import live_server, tiny_decoder
 from tests.helpers.processes import below, started
 from tests.helpers.waiting import HANG, wait_until

@@ -1,4 +1,6 @@
-"""Checkpoints of compressed-tensors (llm-compressor): kinds of weights by groups in the config."""
+"""Checkpoints of compressed-tensors, which llm-compressor writes: several kinds of weights, told by
+groups in the config.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -110,7 +112,9 @@ class CompressedTensors(Format):
         return float8(module, weight, scale, (rows, columns), dtype)
 
     def _scheme(self, module: str) -> Scheme:
-        """The scheme of a module: by its name, before an expression, before its class."""
+        """The scheme of a module: one that names it, before one whose expression fits, before one
+        for a class.
+        """
         own = aliases(module)
         named = next((self._named[name] for name in own if name in self._named), None)
         scheme = named or next(

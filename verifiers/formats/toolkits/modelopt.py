@@ -1,4 +1,6 @@
-"""Checkpoints of NVIDIA's ModelOpt: floats of 8 and 4 bits and integers, told by tensors."""
+"""Checkpoints of NVIDIA's ModelOpt: floats of 8 and 4 bits and integers, which their tensors tell
+apart.
+"""
 
 import torch
 
@@ -26,7 +28,9 @@ ALGORITHMS = {
 """What is read, with its bits of a number."""
 
 SCALED_INPUTS = ("nvfp4_awq", "w4a16_awq", "w4a8_awq", "w8a8_sq_per_channel")
-"""Algorithms whose layers may have factors of inputs, which no packed form of ours has."""
+"""Algorithms whose layers may have factors of their inputs, which belong to the weight here: no
+packed form of ours has them.
+"""
 
 
 class ModelOpt(Format):

@@ -84,7 +84,9 @@ class Quark(Format):
         return floats(module, parts, None if scheme is None else scheme.block, dtype)
 
     def _four_bits(self, module: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> Stored:
-        """Integers packed along outputs as [in, out] if groups share scales, else along inputs."""
+        """Integers packed along the outputs and lying [in, out] if groups share scales, else along
+        the inputs.
+        """
         grouped, sign = scheme.shared == "per_group", 8 if scheme.kind == "int4" else 0
 
         def unpacked(words: torch.Tensor) -> torch.Tensor:
@@ -109,7 +111,9 @@ class Quark(Format):
         return integers(module, paired(codes.contiguous()), scale, zeros, None, 4, group, dtype)
 
     def _scheme(self, module: str) -> Scheme | None:
-        """The scheme of a module: by name or pattern, before its class, before that of all."""
+        """The scheme of a module: of a name or a pattern before the one of its class, before the
+        one of all.
+        """
         own = aliases(module)
         return next(
             (one for name, one in self._layers if any(fnmatchcase(alias, name) for alias in own)),
@@ -118,7 +122,9 @@ class Quark(Format):
 
 
 def _check_rotation(algorithms: object) -> None:
-    """Rotations in weights on both sides are none; Hadamard's R4 of `down_proj` has no tensor."""
+    """Rotations that were multiplied into weights on both sides are none; Hadamard's of
+    `down_proj`, R4, leaves no tensor.
+    """
     for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
         if algorithm is None:
             continue

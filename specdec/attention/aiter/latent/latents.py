@@ -29,7 +29,9 @@ MAX_HEADS = 128
 HEAD_MULTIPLE = 16
 """Heads come in groups of so many; missing ones are added."""
 HEAD_COUNTS = (16, 32, 64, 128)
-"""Heads that every kernel for 8-bit queries and its merge take at once; missing ones are added."""
+"""Heads that every kernel for queries in 8 bits takes at once, and the merge behind it in every
+version; missing ones are added.
+"""
 EIGHT_BIT_QUERIES_SINCE = (0, 1, 18)
 """The version from which on queries in 8 bits may have more than four rows per entry."""
 MAX_ADDRESS = 2**31
@@ -41,7 +43,9 @@ WORK = (
     "work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map",
     "reduce_partial_map",
 )  # fmt: skip
-"""Parts of AITER's plan, ordered as `get_mla_metadata_info_v1`, unlike the planner's arguments."""
+"""Parts of AITER's plan, in the order of `get_mla_metadata_info_v1`, which is not that of the
+planner's arguments.
+"""
 
 
 @dataclass(slots=True)
@@ -185,7 +189,9 @@ class LatentKernels:
 
 
 def pad_heads(tensor: Tensor, num_heads: int) -> Tensor:
-    """Zero heads behind [num_tokens, heads, dim]; their outputs are finite, and cut off."""
+    """Heads of zeros behind those of [num_tokens, heads, dim]; what they yield is finite, and cut
+    off again.
+    """
     return (
         F.pad(tensor, (0, 0, 0, num_heads - tensor.shape[1]))
         if tensor.shape[1] < num_heads
@@ -211,7 +217,9 @@ def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def reasons_against_eight_bit_queries(spec: MlaSpec) -> list[str]:
-    """All reasons against queries of `spec` in 8 bits here; empty for none. Never raises."""
+    """All reasons why queries of `spec` are not rounded to 8 bits on this machine; empty when they
+    are. Never raises.
+    """
     reasons = []
     if not spec.fp8_prefill:
         reasons.append("they are asked for in the model's own type")
@@ -230,7 +238,9 @@ def reasons_against_eight_bit_queries(spec: MlaSpec) -> list[str]:
 def unsupported_reasons(
     spec: MlaSpec, families: Sequence[type[Any]], others: Sequence[str]
 ) -> list[str]:
-    """Why the kernels cannot serve `spec`: machine, AITER's functions, latents, `others`."""
+    """Why the kernels cannot serve `spec`: the machine, the families of AITER's functions, the
+    latents, then `others`.
+    """
     architecture = specdec.device.device.rocm_architecture(spec.device)
     if architecture is None:
         return [f"{spec.device} is not a ROCm device"]

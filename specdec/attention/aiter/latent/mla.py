@@ -103,7 +103,9 @@ class RocmAiterMlaBackend(MlaBackend):
 
     @classmethod
     def describe(cls, spec: MlaSpec) -> list[str]:
-        """See `MlaBackend.describe`: prompts in 8 bits, or all reasons why not."""
+        """See `MlaBackend.describe`: whether prompts are computed in 8 bits, or all reasons why
+        not.
+        """
         if spec.indexer is not None:
             return []
         prompts = "; ".join(mla_prefill_fp8.unavailable_reasons(spec))
@@ -151,7 +153,9 @@ class RocmAiterMlaBackend(MlaBackend):
         return LatentLayerSpec(width=self.spec.latent_dim, max_tokens=self._kernels.max_tokens)
 
     def plan(self, metadata: AttentionMetadata) -> MlaPlan:
-        """Requests grouped by phase, and the groups' work; the same under graph capture."""
+        """Requests grouped by phase, and the work of the groups; the same whether or not a graph is
+        being captured.
+        """
         split = plan_groups(metadata, self.spec.block_size)
         self._num_plans += 1
         plan = MlaPlan(split.groups, split.slot_mapping, self._num_plans)
@@ -250,7 +254,9 @@ def _query(rows: MlaRows) -> Tensor:
 def _keys_and_values(
     compressed: Tensor, key_rope: Tensor, up: UpProjection
 ) -> tuple[Tensor, Tensor]:
-    """Keys [n, heads, nope + rope], values [n, heads, v_head_dim] of [n, rank], [n, rope]."""
+    """Keys [n, heads, nope + rope] and values [n, heads, v_head_dim] of `compressed` [n, rank] and
+    `key_rope` [n, rope].
+    """
     nope = torch.matmul(compressed, up.key.transpose(1, 2)).transpose(0, 1)
     key = torch.cat([nope, key_rope[:, None].expand(-1, nope.shape[1], -1)], dim=-1)
     return key, torch.matmul(compressed, up.value).transpose(0, 1).contiguous()

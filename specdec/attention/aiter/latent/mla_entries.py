@@ -29,7 +29,8 @@ from specdec.attention.ragged import Owners, owners_of
 from specdec.base.sizes import power_of_two
 
 MAX_ENTRY_ROWS = 4
-"""Most rows per entry with a persistent kernel in every architecture and version."""
+"""Most rows per entry for which every supported architecture and version has a persistent kernel.
+"""
 MAX_EIGHT_BIT_ROWS = 17
 """The same of queries in 8 bits: as many as AITER's authors have tried."""
 
@@ -58,7 +59,9 @@ class EntryPlanner:
     _buffers: dict[tuple[int, int], _Buffers] = field(default_factory=dict)
 
     def plan(self, group: Group) -> Entries:
-        """Entries of up to `group.max_query_len` rows a request; the next plan reuses memory."""
+        """Entries of requests with up to `group.max_query_len` rows each; the next plan of their
+        size takes over the memory.
+        """
         width = group.max_query_len
         eight_bits = self.kernels.query_dtype.itemsize == 1
         most = MAX_EIGHT_BIT_ROWS if eight_bits else MAX_ENTRY_ROWS
@@ -136,7 +139,9 @@ class EntryPlanner:
 def _of_tree(
     group: Group, tree: TreeRows, entries: Tensor, requests: Tensor, places: Tensor
 ) -> Tensor:
-    """Where the tokens at `places` of the entries' lists lie: the context, then rows seen."""
+    """Where the tokens at `places` of the lists of `entries` lie in their sequence: the context,
+    then the rows that are seen.
+    """
     width = group.max_query_len
     rows = torch.arange(width, dtype=torch.int32, device=places.device)
     # [num_tokens, width], those first

@@ -33,7 +33,9 @@ SCORE_COLUMNS = 256
 """Keys that the decode kernel scores at a time; it may write that far."""
 
 MAX_SCORE_BYTES = 2**31
-"""Most scores of a decode kernel's call: before 0.1.18 their addresses have 32 bits."""
+"""Scores that one call of the decode kernel may write: before 0.1.18 it computes their addresses in
+32 bits.
+"""
 
 SMALLEST_AMPLITUDE = 1e-4
 """Vectors smaller than this are scaled as if they were that large, as AITER does with keys."""

@@ -32,7 +32,9 @@ KEY_DIM, VALUE_DIM = 192, 128
 
 @dataclass(frozen=True, slots=True)
 class Fp8PrefillPlan:
-    """The schedule of a forward's whole prompts; the next plan reuses all but the row starts."""
+    """The schedule of one forward's whole prompts; the next plan of its size takes over the memory
+    of all but the row starts.
+    """
 
     qo_indptr: Tensor  # int32 [num_reqs + 1]
     kv_indptr: Tensor  # int32 [num_reqs + 1], the same: no context
@@ -64,7 +66,9 @@ class Fp8Prefill:
         return next(count for count in HEAD_COUNTS if count >= self.spec.num_heads)
 
     def plan(self, group: Group) -> Fp8PrefillPlan:
-        """Schedules whole prompts from their lengths on the host; reads nothing of the device."""
+        """Schedules whole prompts from their lengths on the host;
+        nothing is read from the device.
+        """
         buffers = self._buffers_for(group.num_reqs, group.max_query_len)
         num_units = buffers["work_indptr"].numel() - 1
         lists = schedule(group.query_lens, self.num_heads, num_units=num_units)
@@ -142,7 +146,9 @@ class Fp8Prefill:
         return output[:, : self.spec.num_heads]
 
     def _partials(self, num_tiles: int) -> tuple[Tensor, Tensor]:
-        """float32 outputs [rows, heads, 128], log-denominators [rows, heads] of partial tiles."""
+        """float32 outputs [rows, heads, 128] and log-denominators [rows, heads] of the partial
+        tiles, in one buffer.
+        """
         num_rows = max(1, num_tiles) * QUERY_TILE
         count = num_rows * self.num_heads
         buffer = self.scratch.take("partials", count * (VALUE_DIM + 1), torch.float32)
@@ -170,7 +176,9 @@ class Fp8Prefill:
 
 
 def unavailable_reasons(spec: MlaSpec) -> list[str]:
-    """All reasons against prompts of `spec` in 8 bits here; empty for none. Never raises."""
+    """All reasons why prompts of `spec` cannot be computed in 8 bits on this machine; empty when
+    they can. Never raises.
+    """
     reasons = []
     if not spec.fp8_prefill:
         reasons.append("prompts are asked for in the model's own type")

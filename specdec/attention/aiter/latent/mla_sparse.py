@@ -37,7 +37,9 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 
 class RocmAiterMlaSparseBackend(SparseMlaBackend):
-    """AITER's latent attention on positions of an indexer (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """AITER's latent attention on the positions that an indexer selects (DeepSeek-V3.2, arXiv
+    2512.02556).
+    """
 
     name = "rocm_aiter_mla_sparse"
 

@@ -68,7 +68,9 @@ class SparsePlan:
         return self.buffers.entries(self.metadata.num_tokens, self.work_plan)
 
     def list_slots(self, selected: Tensor, block_size: int) -> None:
-        """Takes over a layer's selection, int32 [num_tokens, topk]; sharers share its list."""
+        """Takes over what a layer selects, int32 [num_tokens, topk]; layers that share a selection
+        share its list.
+        """
         if self.selected is not selected:
             self.buffers.list_slots(selected, self.work_plan, self.metadata.block_table, block_size)
             self.selected = selected
@@ -92,7 +94,9 @@ class WorkPlan:
     full: bool = False
 
     def fill(self, lengths: Tensor) -> None:
-        """Takes over the keys int64 [num_tokens] of each token; absent tokens have none."""
+        """Takes over the keys int64 [num_tokens] of each token; tokens that are not there have
+        none.
+        """
         count = len(lengths)
         self.kv_indptr[1 : count + 1].copy_(lengths.cumsum(0))
         self.kv_indptr[count + 1 :].copy_(
@@ -142,7 +146,9 @@ class SparseBuffers:
         )
 
     def fill(self, request_ids: Tensor, *, capturing: bool) -> None:
-        """Takes over requests int64 [num_tokens] of rows; clears those of longer forwards."""
+        """Takes over the requests int64 [num_tokens] of a forward's rows, and clears what longer
+        forwards left behind them.
+        """
         count = len(request_ids)
         # a graph replays after forwards that nobody knows yet
         used = self.capacity if capturing else self.used
@@ -157,7 +163,9 @@ class SparseBuffers:
     def list_slots(
         self, selected: Tensor, plan: WorkPlan, block_table: Tensor, block_size: int
     ) -> None:
-        """Positions int32 [num_tokens, topk], -1 for none, as the packed list of slots."""
+        """Turns positions int32 [num_tokens, topk], -1 where there is none, into the packed list of
+        cache slots.
+        """
         count = len(selected)
         valid = selected >= 0
         positions = selected.clamp(min=0)
@@ -238,7 +246,9 @@ class SparsePlanner:
         buffers: SparseBuffers,
         capturing: bool,
     ) -> WorkPlan:
-        """A plan of tokens at `positions`, anew unless the host knows it is the last one."""
+        """A plan of tokens at `positions`, made anew unless the host knows that it is the
+        last one.
+        """
         key = None if capturing else self._key(metadata)
         # plans of lengths that the host knows share no memory with others
         index = buffers.capacity, key is not None
@@ -273,7 +283,9 @@ class SparsePlanner:
 
 
 def _index_chunks(metadata: AttentionMetadata, device: torch.device) -> list[IndexChunk]:
-    """Packs requests until their scores fill the workspace; cuts too large ones by rows."""
+    """Packs requests until their scores fill the workspace; a request too large by itself is cut
+    between rows.
+    """
     assert metadata.query_lens is not None and metadata.seq_lens_host is not None
     firsts = [0, *accumulate(metadata.query_lens)]
     chunks, begin = [], 0

@@ -120,7 +120,9 @@ def _works(lengths: Integers, num_shares: int) -> _Works:
 
 
 def _tiles(lengths: Integers) -> _Tiles:
-    """Tiles of every prompt, from head and tail in turn: short and long ones alternate."""
+    """Tiles of every prompt, taken from its head and its tail in turn, so that short and long ones
+    alternate.
+    """
     counts = -(-lengths // QUERY_TILE)
     prompt = np.repeat(np.arange(len(lengths)), counts)
     turn = np.arange(len(prompt)) - (np.cumsum(counts) - counts)[prompt]

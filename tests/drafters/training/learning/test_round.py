@@ -100,6 +100,10 @@ def test_requests_are_read_once_and_the_newest_are_held_out(world: Path, tmp_pat
     assert len(found) == len(lines)
     assert [list(found[-1].prompt_ids), list(found[0].prompt_ids)] == prompts(160)[:2]
     assert read_served(tmp_path, 5) == found[-5:]
+    longest = max(len(one.prompt_ids) + len(one.answer_ids) for one in found)
+    shorter = [one for one in found if len(one.prompt_ids) + len(one.answer_ids) < longest]
+    assert len(shorter) < len(found)
+    assert read_served(tmp_path, 5, max_length=longest - 1) == shorter[-5:]
     trained, heldout = split(found, 24)
     assert trained == found[:-24] and heldout == found[-24:]
     assert len(split(found, 1000)[1]) == len(found) // 4
@@ -124,8 +128,11 @@ def test_what_is_no_request_is_named(tmp_path: Path, line: str) -> None:
 
 def test_what_cannot_teach_is_refused(world: Path, tmp_path: Path) -> None:
     few = [Answer([1], [2, 3])] * 63
-    with pytest.raises(InvalidInputError, match="63 requests, of which 64 may be held out"):
+    with pytest.raises(InvalidInputError, match="63 requests that fit --max-length"):
         split(few, 64)
+    short = round_config(world, world / "untrained", world / "kept-0", max_length=8)
+    with pytest.raises(InvalidInputError, match=r"^0 requests that fit --max-length"):
+        learn(short)  # or chance would decide by the few that are left of those held out
     with pytest.raises(InvalidInputError, match="is no folder"):
         read_served(tmp_path / "none")
     with pytest.raises(InvalidInputError, match="give --init and one folder"):

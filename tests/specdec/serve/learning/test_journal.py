@@ -14,7 +14,7 @@ from specdec import SamplingParams
 from specdec.base.errors import InvalidInputError
 from specdec.serve.config import ServeConfig
 from specdec.serve.learning.journal import LEAST_BYTES, RequestJournal, files_of, is_kept
-from specdec.session.link.hub import Ended
+from specdec.session.link.link import Ended
 from tests.helpers.live_server import Live, live_server
 
 BODY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}

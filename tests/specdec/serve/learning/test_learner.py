@@ -17,7 +17,7 @@ import pytest
 
 from drafters.training.learning.served import read_served
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
-from specdec.session.link.hub import Ended
+from specdec.session.link.link import Ended
 from tests.drafters.training.learning.kept import (
     OPTIONS,
     prompts,
