@@ -17,6 +17,9 @@ _ARCHITECTURES = {
     "MuseGlimmerAssistantModel": "dflash",
     "DominoDraftModel": "domino",
     "LiLiCorrDraftModel": "lilicorr",
+    "Qwen3XPressModel": "xpress",
+    "XPressSpeculator": "xpress",
+    "XPressDraftModel": "xpress",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
     "Lfm2DSparkDraftModel": "dspark",
@@ -51,7 +54,7 @@ _FAMILIES = {
     "dspark": "DSpark on layers of its own, not Qwen3's",
     "dspine": "DSpine, which hands predicted features on between draft layers, in a form that no"
     " public program we could read has",
-    "xpress": "XPress, which refines a DFlash block in several passes",
+    "xpress": "XPress on layers of its own, not Qwen3's",
     "dflash": "DFlash on layers of its own, not Qwen3's",
     "eagle3": "EAGLE-3 on layers of its own",
     "eagle": "EAGLE, a head of one layer that drafts token by token",

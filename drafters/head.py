@@ -5,7 +5,8 @@ A head corrects these logits by a product of low rank,
 `logit[child] + <left[parent], right[child]>`: `left` is computed from the token before, the slot's
 hidden state and, in some heads, from all tokens before; `right` is a table. DSpark's Markov heads,
 DFlash 2's selector and Domino all are of this form. `drafters.dflash.drafts` draws chains and trees
-with it; plain DFlash has no head. LiLiCorr's is another one, a `Lattice`.
+with it; plain DFlash has no head. XPress's, a `Refiner`, knows the whole block, and corrects all of
+its slots at once. LiLiCorr's is another one, a `Lattice`.
 """
 
 from collections.abc import Callable, Mapping
@@ -77,8 +78,8 @@ class Head(Protocol):
             hidden: [..., H], final hidden states of slots.
             previous: int64 [...], tokens of the target that come before; the anchor before the
                 first slot. Its axes and those of `hidden` are broadcast.
-            state: [..., S] as the slot before left it; None in the first slot, and for a head
-                without one.
+            state: [..., S] as the slot before left it; in the first slot that of `Refiner.start`,
+                or None, and None for a head without one.
 
         Returns:
             [..., r], and the state [..., S] for the next slot, None for a head without one.
@@ -88,6 +89,60 @@ class Head(Protocol):
         """float32 [...], the probability that a slot's draft is accepted if those before it are;
         None where nothing was trained to tell it. Arguments are those of `left`.
         """
+
+
+class Refiner:
+    """A `Head` of which a pass corrects all slots of a block, each behind all tokens before it. A
+    chain takes a few passes, each behind what the one before drafted (Jacobi): pass p settles
+    slot p, and often many more. As many passes as slots draft what slot by slot would.
+
+    Attributes:
+        num_passes: of a chain.
+    """
+
+    has_state = True
+    first_slot = 0
+    num_candidates = None
+    compares_candidates = False
+    num_passes: int
+
+    @property
+    def gathered_bytes(self) -> int:
+        """See `Head.gathered_bytes`."""
+        raise NotImplementedError
+
+    @property
+    def right(self) -> Tensor:
+        """See `Head.right`."""
+        raise NotImplementedError
+
+    def start(self, rows: Tensor, before: Tensor) -> Tensor:
+        """The state [..., S] before the first slot, which knows the whole block.
+
+        Args:
+            rows: [..., B, H], final hidden states of its rows, that of the anchor the first.
+            before: int64 [...], tokens of the target before the anchors.
+        """
+        raise NotImplementedError
+
+    def left(
+        self, hidden: Tensor, previous: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Head.left`; the state that a slot leaves is smaller than that of the slot before."""
+        raise NotImplementedError
+
+    def sides(self, start: Tensor, previous: Tensor) -> Tensor:
+        """The left sides [..., K, r] of the first K slots at once, as `left` has them.
+
+        Args:
+            start: [..., S] of `start`.
+            previous: int64 [..., K], the anchor and the tokens of the slots but the last.
+        """
+        raise NotImplementedError
+
+    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """None: nothing tells whether a draft is accepted but its own probability."""
+        return None
 
 
 class Lattice:
@@ -153,14 +208,18 @@ class HeadConfig(Protocol):
         """As `config.json` holds it, next to what it says about the backbone."""
 
 
-def left_sides(head: Head, hidden: Tensor, previous: Tensor) -> Tensor:
+def left_sides(head: Head, hidden: Tensor, previous: Tensor, start: Tensor | None = None) -> Tensor:
     """The left sides [..., K, r] of all slots behind known tokens, as in training.
 
     Args:
         head: the head.
         hidden: [..., K, H].
         previous: int64 [..., K], the anchor and the tokens of the slots but the last.
+        start: [..., S] of `Refiner.start`; None for another head.
     """
+    if isinstance(head, Refiner):
+        assert start is not None, "a refiner is given the whole block"
+        return head.sides(start, previous)
     if not head.has_state:
         return head.left(hidden, previous, None)[0]
     sides, state = [], None

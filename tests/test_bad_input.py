@@ -232,7 +232,7 @@ def test_a_missing_package_is_named(
         (drop("fc.weight"), ("tensor fc.weight is missing",)),
         (set_key(num_target_layers=9), ("was made for 9 target layers, not 4",)),
         (set_key(vocab_size=120), ("vocabulary has 120 tokens, the target's 97",)),
-        (set_key(architectures=["XPressDraftModel"]), ("is not supported yet",)),
+        (set_key(architectures=["DSpineDraftModel"]), ("is not supported yet",)),
         (remove("model.safetensors"), ("there are no weights",)),
         (
             fill("fc.weight", torch.nan),

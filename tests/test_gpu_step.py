@@ -16,6 +16,7 @@ from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
+from drafters.xpress.refiner import XPressConfig
 from specdec.attention.selector import select_backend
 from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.engine.engine import SpecEngine
@@ -58,7 +59,7 @@ def guarded(engine: SpecEngine) -> SpecEngine:
 
 
 @pytest.mark.parametrize("how", ["greedy", "probabilistic"])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "dflash", "dspark", "dflash2", "xpress"])
 @pytest.mark.parametrize("backend", ["torch_ref", "triton_fa"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_captured_steps_equal_eager_ones_and_nothing_waits(
@@ -75,6 +76,7 @@ def test_captured_steps_equal_eager_ones_and_nothing_waits(
         heads: dict[str, HeadConfig] = {
             "dspark": MarkovConfig(8, "rnn"),
             "dflash2": SelectorConfig(8, 6),
+            "xpress": XPressConfig(8, num_passes=3),
         }
         drafts = {"none": None, "ngram": NGramDrafter()}.get(drafter) or random_dflash(
             verifier, head=heads.get(drafter)

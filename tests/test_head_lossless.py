@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drafters.dflash.drafter import BoundDFlash
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import Head, HeadConfig, HeadSizes, Lattice
 from drafters.lilicorr.lattice import LatticeConfig
+from drafters.xpress.refiner import XPressConfig
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request
-from specdec.model.core import Drafter, Verifier
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.guards import guard_steps
 from tests.helpers.oracle import OracleDrafter, disturbed_logits
@@ -30,6 +33,7 @@ HEADS: dict[str, HeadConfig] = {
     "rnn": MarkovConfig(4, "rnn", has_confidence=True),
     "selector": SelectorConfig(4, 8),
     "lattice": LatticeConfig(16, 8, num_heads=2, factor_dim=4),
+    "refiner": XPressConfig(4, num_passes=2),
 }
 CASES = [
     ("vanilla", {"num_draft_tokens": K}),
@@ -39,6 +43,9 @@ CASES = [
     ("rnn", {"tree_nodes": 20}),
     ("selector", {"num_draft_tokens": K}),
     ("selector", {"tree_nodes": 12, "draft_sampling": "greedy"}),
+    ("refiner", {"num_draft_tokens": K}),
+    ("refiner", {"num_draft_tokens": K, "verify_budget": 2}),
+    ("refiner", {"tree_nodes": 20}),
 ]
 
 
@@ -46,10 +53,10 @@ def small_head(config: HeadConfig) -> Head:
     """Random weights that leave most of what the given logits say."""
     torch.manual_seed(1)
     model = nn.Module()
-    for name, module in config.modules(HeadSizes(VOCAB, VOCAB, VOCAB)).items():
+    for name, module in config.modules(HeadSizes(VOCAB, VOCAB, VOCAB, K + 1)).items():
         model.add_module(name, module.requires_grad_(False))
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.4)
+        nn.init.normal_(parameter, std=0.1 if isinstance(config, XPressConfig) else 0.4)
     head = config.head(model, lambda tokens: tokens)
     assert not isinstance(head, Lattice), "one is given states, which an oracle lacks"
     return head
@@ -121,7 +128,7 @@ def test_drawn_drafts_of_a_whole_drafter(name: str) -> None:
     """A drafter with random weights, drawn from: greedy requests beside sampled ones are those of
     plain decoding; nothing waits.
     """
-    size = K + (name == "lattice")
+    size = K + (name in ("lattice", "refiner"))
     drafter = random_dflash(case().verifier, block_size=size, head=HEADS[name])
     requests = case().run(drafter, num_draft_tokens=K, draft_sampling="probabilistic")
     plain = case().plain
@@ -129,3 +136,27 @@ def test_drawn_drafts_of_a_whole_drafter(name: str) -> None:
         request.output_token_ids for request in plain[::3]
     ]
     assert all(len(request.output_token_ids) == MAX_TOKENS for request in requests)
+
+
+@pytest.mark.parametrize("shape", [{"num_draft_tokens": K}, {"tree_nodes": 12}])
+def test_a_refiner_is_told_the_token_before_the_anchor(
+    shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a prompt, an accepted path and a step without drafts: catches one of another row, or
+    of another request.
+    """
+    found, propose = set[tuple[int, int, int]](), BoundDFlash.propose
+
+    def noted(self: BoundDFlash, batch: DecodeBatch) -> DraftOutput:
+        assert self._before is not None
+        told = batch.seq_lens, self._before.index_select(0, batch.slots), batch.anchors
+        found.update(zip(*(numbers.tolist() for numbers in told), strict=True))
+        return propose(self, batch)
+
+    monkeypatch.setattr(BoundDFlash, "propose", noted)
+    monkeypatch.setattr("tests.test_head_lossless.guard_steps", lambda engine: None)
+    drafter = OracleDrafter(case().texts, case().logits, K, head=small_head(HEADS["refiner"]))
+    requests = case().run(drafter, **shape)
+    texts = [[*request.prompt_token_ids, *request.output_token_ids] for request in requests]
+    known = {(n, *text[n - 1 : n + 1]) for text in texts for n in range(1, len(text))}
+    assert found <= known and len(found) > len(texts)

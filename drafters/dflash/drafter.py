@@ -24,7 +24,7 @@ from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
 from drafters.dflash.tied import expanded
-from drafters.head import Lattice
+from drafters.head import Lattice, Refiner
 from drafters.vocabulary import target_ids
 from specdec.attention.backend import AttentionBackend, Visibility
 from specdec.attention.mla import MlaBackend
@@ -76,9 +76,10 @@ class DFlashDrafter(Drafter):
             config.speculative_tokens,
         )
         self.first_row = 0 if config.sample_from_anchor else 1
-        # A row sees those after it, so a block shorter than in training drafts worse: whatever k
-        # is, the whole block runs.
-        whole = not all(config.causal) or config.convolves  # whose rows come in whole blocks
+        self.head = None if config.head is None else config.head.head(self.model, self.embed)
+        # A row sees those after it, or its head does, so a block shorter than in training drafts
+        # worse: whatever k is, the whole block runs. Convolutions have whole blocks, too.
+        whole = not all(config.causal) or config.convolves or isinstance(self.head, Refiner)
         self.num_lookahead_tokens = 0 if not whole else self.first_row + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
         self.masks = torch.full(
@@ -96,7 +97,6 @@ class DFlashDrafter(Drafter):
                 self.embedding_scale,
                 verifier.embedding_scale,
             )
-        self.head = None if config.head is None else config.head.head(self.model, self.embed)
         coupling = config.coupling
         self.coupling = None if coupling is None else CouplingTable(coupling, verifier.device)
         self.likeliest_first = self.head is None
@@ -116,8 +116,11 @@ class DFlashDrafter(Drafter):
         unread = 0 if model.embed_tokens is None else model.embed_tokens.weight.nbytes
         if self.head is not None:
             unread += self.head.gathered_bytes
-            if self.head.num_candidates is None:  # its table is read for every slot
-                own += (self.max_draft_tokens - 1) * self.head.right.nbytes
+            if self.head.num_candidates is None:  # its table is read for every slot, or pass
+                times = self.max_draft_tokens
+                if isinstance(self.head, Refiner):
+                    times = min(self.head.num_passes, times)
+                own += (times - 1) * self.head.right.nbytes
         borrowed = (
             target.vocab_size * target.hidden_size * target.dtype.itemsize
             if model.lm_head is None
@@ -187,11 +190,14 @@ class BoundDFlash(BoundDrafter):
             max_num_seqs, MAX_DEFERRED, width, dtype=target.dtype, device=device
         )
         self._deferred = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        # [max_num_seqs, H], of the last token whose features are known, for heads that ask for it
-        self._states: Tensor | None = None
+        # Of the last token whose features are known, for heads that ask: what these are to the
+        # draft layers, [max_num_seqs, H], or which it is, int64 [max_num_seqs].
+        self._before: Tensor | None = None
         if isinstance(drafter.head, Lattice):
             rows = max_num_seqs, drafter.config.hidden_size
-            self._states = torch.zeros(rows, dtype=target.dtype, device=device)
+            self._before = torch.zeros(rows, dtype=target.dtype, device=device)
+        elif isinstance(drafter.head, Refiner):
+            self._before = torch.zeros_like(self._deferred)
 
     @property
     def forecasts(self) -> bool:
@@ -207,14 +213,15 @@ class BoundDFlash(BoundDrafter):
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         """Writes the context of a prompt chunk."""
         self._deferred.index_fill_(0, batch.slots, 0)
-        self._keep_states(batch.slots, batch.forward.metadata.query_start_loc[1:] - 1, verify)
+        last = batch.forward.metadata.query_start_loc[1:] - 1
+        self._keep_before(batch.slots, last, batch.forward.token_ids, verify)
         self._write_context(verify, batch.forward.position_ids, batch.forward.metadata.slot_mapping)
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts a chain, or a tree of the likeliest paths, from one forward of the backbone."""
-        hidden = self.draft_hidden(batch)
-        context = None if self._states is None else self._states.index_select(0, batch.slots)
-        return self.drafts.of(batch, Slots(hidden, self.logits(hidden), context))
+        before = None if self._before is None else self._before.index_select(0, batch.slots)
+        rows, depth = self.draft_hidden(batch), batch.shape.depth
+        return self.drafts.of(batch, Slots.of(rows, self.logits, self.drafter.head, before, depth))
 
     def commit(
         self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
@@ -223,9 +230,10 @@ class BoundDFlash(BoundDrafter):
         the anchor off.
         """
         width = token_ids.shape[1]
-        if self._states is not None:
+        if self._before is not None:
             first = torch.arange(0, len(token_ids) * width, width, device=token_ids.device)
-            self._keep_states(batch.slots, first + accept.num_accepted, verify)
+            last = first + accept.num_accepted
+            self._keep_before(batch.slots, last, token_ids.reshape(-1), verify)
         if batch.context == "now":
             self._write_context(verify, batch.position_ids(width), batch.slot_mapping(width))
             return
@@ -261,7 +269,9 @@ class BoundDFlash(BoundDrafter):
         self._deferred.index_fill_(0, batch.slots, 0)
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
-        """Final hidden states [num_reqs, depth, H] of as many predicting rows."""
+        """Final hidden states [num_reqs, depth, H] of as many predicting rows; for a refiner
+        [num_reqs, B, H], of the whole block.
+        """
         drafter, config = self.drafter, self.drafter.config
         depth = batch.shape.depth
         width = drafter.num_lookahead_tokens or drafter.first_row + depth
@@ -285,16 +295,17 @@ class BoundDFlash(BoundDrafter):
         angles = drafter.network.angles(position_ids)
         self._block = position_ids, angles
 
-        def predicting(rows: Tensor) -> Tensor:
-            first = drafter.first_row
-            return (
-                rows.view(batch.num_reqs, width, -1)[:, first : first + depth]
-                .flatten(0, 1)
-                .contiguous()
-            )
+        first = drafter.first_row
+        kept = slice(first, first + depth)
+        if isinstance(drafter.head, Refiner):
+            kept = slice(width)
 
-        hidden = drafter.network.block_forward(embeddings, angles, self.caches, plans, predicting)
-        return hidden.view(batch.num_reqs, depth, -1)
+        def keep(rows: Tensor) -> Tensor:
+            some = rows.view(batch.num_reqs, width, -1)[:, kept]
+            return some.flatten(0, 1).contiguous()
+
+        hidden = drafter.network.block_forward(embeddings, angles, self.caches, plans, keep)
+        return hidden.view(batch.num_reqs, -1, hidden.shape[-1])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V or draft_vocab_size] of hidden states [..., H]."""
@@ -311,13 +322,22 @@ class BoundDFlash(BoundDrafter):
             else drafter.softcap * torch.tanh(logits / drafter.softcap)
         )
 
-    def _keep_states(self, slots: Tensor, rows: Tensor, verify: VerifyOutput) -> None:
-        """Keeps what these rows of the target's features are to the draft layers, if asked for."""
-        if self._states is None:
+    def _keep_before(
+        self, slots: Tensor, rows: Tensor, token_ids: Tensor, verify: VerifyOutput
+    ) -> None:
+        """Keeps what the head asks for of these rows, the last of each request before its anchor,
+        among all that the target was given.
+        """
+        if self._before is None:
             return
-        assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
-        features = verify.aux_hidden.index_select(0, rows.long())
-        self._states.index_copy_(0, slots, self.drafter.network.context_state(features))
+        rows = rows.long()
+        if isinstance(self.drafter.head, Refiner):
+            kept = token_ids.index_select(0, rows)
+        else:
+            assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
+            features = verify.aux_hidden.index_select(0, rows)
+            kept = self.drafter.network.context_state(features)
+        self._before.index_copy_(0, slots, kept)
 
     def _write_context(
         self, verify: VerifyOutput, position_ids: Tensor, slot_mapping: Tensor

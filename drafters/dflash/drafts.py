@@ -2,7 +2,7 @@
 without one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from drafters.choice import MAX_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.edges import edges_of, logprobs_of
-from drafters.head import Head, Lattice
+from drafters.head import Head, Lattice, Refiner
 from specdec.base.blocks import MAX_NODES
 from specdec.base.config import DraftSampling
 from specdec.layers.linear_choice import linear
@@ -34,12 +34,39 @@ class Slots(NamedTuple):
     Attributes:
         hidden: [num_reqs, depth, H], final hidden states.
         logits: [num_reqs, depth, draft_vocab_size], without the head's correction.
-        context: [num_reqs, H], see `drafters.head.Lattice.table`; None unless the head is one.
+        context: what the head knows beside them: [num_reqs, H], see `drafters.head.Lattice.table`;
+            [num_reqs, S], see `drafters.head.Refiner.start`; None for another head.
     """
 
     hidden: Tensor
     logits: Tensor
     context: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        rows: Tensor,
+        to_logits: Callable[[Tensor], Tensor],
+        head: Head | Lattice | None,
+        before: Tensor | None,
+        depth: int | None = None,
+    ) -> "Slots":
+        """What the rows of blocks say.
+
+        Args:
+            rows: [num_reqs, K, H], final hidden states of the predicting rows; of a refiner's
+                blocks [num_reqs, B, H], of all rows.
+            to_logits: makes logits of hidden states.
+            head: of the drafter.
+            before: of the token before each anchor what a lattice's `table` or a refiner's
+                `start` asks for; None for another head.
+            depth: slots that are drafted, the first ones; None for all.
+        """
+        if not isinstance(head, Refiner):
+            return cls(rows, to_logits(rows), before)
+        assert before is not None, "a refiner is told the tokens before anchors"
+        hidden = rows[:, 1:] if depth is None else rows[:, 1 : 1 + depth]
+        return cls(hidden, to_logits(hidden), head.start(rows, before))
 
 
 class _Block(NamedTuple):
@@ -106,13 +133,16 @@ class Drafts:
             return chain
         if isinstance(self._head, Lattice):
             return self._path(block, self._head, self._head.num_candidates)
+        if isinstance(self._head, Refiner):
+            return self._chain(block, [self._refined(block, self._head)])
         if self._head.num_candidates is None:
             return self._chain(block, self._one_by_one(block, self._head))
         return self._path(block, self._head, self._head.num_candidates)
 
-    def _choose(self, block: _Block, logits: Tensor, first: int) -> Choice:
+    def _choose(self, block: _Block, logits: Tensor, first: int, *, last: bool = True) -> Choice:
         """Chooses drafts of the slots from `first` on, as many as `logits` [num_reqs, n,
-        draft_vocab_size] has, each for itself.
+        draft_vocab_size] has, each for itself; unless they are the `last` ones, without what is
+        told of them.
         """
         return choose(
             block.batch,
@@ -121,8 +151,26 @@ class Drafts:
             self.draft_sampling,
             self._target_ids,
             weights=block.weights,
-            wants_own=self.forecasts,
+            wants_own=self.forecasts and last,
         )
+
+    def _refined(self, block: _Block, head: Refiner) -> Choice:
+        """All slots corrected at once, over and over, each behind what the pass before drafted.
+
+        Where drafts are drawn, the numbers of a slot are the same in every pass. What it is drawn
+        from depends on those of earlier slots alone, so it is a distribution as any other.
+        """
+        batch, slots = block.batch, block.slots
+        assert self._correction is not None and slots.context is not None
+        base = slots.logits.flatten(0, 1)
+        passes = min(head.num_passes, batch.shape.depth)
+        chosen = self._choose(block, slots.logits, 0, last=False)
+        for left_over in reversed(range(passes)):
+            previous = torch.cat([batch.anchors[:, None], chosen.token_ids[:, :-1]], dim=1)
+            sides = head.sides(slots.context, previous).flatten(0, 1)
+            logits = self._correction(sides, base).view_as(slots.logits)
+            chosen = self._choose(block, logits, 0, last=not left_over)
+        return chosen
 
     def _one_by_one(self, block: _Block, head: Head) -> list[Choice]:
         """Each slot corrected behind the token of the one before, over the whole vocabulary."""
@@ -241,7 +289,8 @@ class Drafts:
                 likeliest = self._candidates(block._replace(sees_noise=False), head.num_candidates)
                 compared = Guesses(self._columns_of(likeliest.token_ids), likeliest.scores)
         arguments = head, slots.hidden, batch.anchors, token_ids, columns, scores, scale, compared
-        return token_ids, scores, edges_of(*arguments, as_logprobs=as_logprobs)
+        table = edges_of(*arguments, start=slots.context, as_logprobs=as_logprobs)
+        return token_ids, scores, table
 
     def _columns_of(self, token_ids: Tensor) -> Tensor:
         """Where in the drafter's vocabulary tokens of the target stand."""

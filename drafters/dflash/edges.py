@@ -23,6 +23,7 @@ def edges_of(
     scale: Tensor | None,
     compared: Guesses | None = None,
     *,
+    start: Tensor | None = None,
     as_logprobs: bool = False,
 ) -> Tensor:
     """The head's table for `specdec.sampling.trees.trees.best_chain`: the scores, and the head's
@@ -41,6 +42,7 @@ def edges_of(
         scale: float32 [num_reqs, K], factor on the head's corrections; None are ones.
         compared: the tokens, as columns, that a head with `compares_candidates` compares, with
             their log-probabilities; None where they are the candidates.
+        start: [num_reqs, S], see `drafters.head.Refiner.start`; None for another head.
         as_logprobs: gives `logprobs_of` the table.
 
     Returns:
@@ -51,9 +53,8 @@ def edges_of(
         [anchors[:, None, None].expand(-1, 1, token_ids.shape[2]), token_ids[:, :-1]], dim=1
     )
     if head.has_state:
-        table = _behind_the_best(
-            head, hidden, before, F.embedding(columns, head.right), scores, scale
-        )
+        right = F.embedding(columns, head.right)
+        table = _behind_the_best(head, hidden, before, right, scores, scale, start)
         return logprobs_of(table, scores) if as_logprobs else table
     left, _ = head.left(hidden[:, :, None], before, None)
     if compared is None and left.dtype == head.right.dtype and KERNEL.runs_on(left.device):
@@ -115,10 +116,17 @@ def _within(compared: Guesses, head: Head, left: Tensor, columns: Tensor, bonus:
 
 
 def _behind_the_best(
-    head: Head, hidden: Tensor, before: Tensor, right: Tensor, scores: Tensor, scale: Tensor | None
+    head: Head,
+    hidden: Tensor,
+    before: Tensor,
+    right: Tensor,
+    scores: Tensor,
+    scale: Tensor | None,
+    start: Tensor | None,
 ) -> Tensor:
     """The table of a head whose states follow the best chain, slot by slot."""
-    tables, state, rank = [], None, torch.zeros_like(before[:, 0, :1])
+    tables, rank = [], torch.zeros_like(before[:, 0, :1])
+    state = None if start is None else start[:, None]
     for slot in range(before.shape[1]):
         left, states = head.left(hidden[:, slot, None], before[:, slot], state)
         assert states is not None, "a head that has a state leaves one"

@@ -15,11 +15,16 @@ from torch.nn.utils import parametrize
 
 from specdec.model.core import Verifier
 
-OF_EMBEDDINGS = ("markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook")
+OF_EMBEDDINGS = (
+    "markov_head.markov_w1.weight",
+    "candidate_selector.predecessor_codebook",
+    "refiner_head.token_embed.weight",
+)
 OF_HEAD = (
     "markov_head.markov_w2.weight",
     "candidate_selector.successor_codebook",
     "embed_proj.2.weight",
+    "refiner_head.readout.weight",
 )
 TIED = (*OF_EMBEDDINGS, *OF_HEAD)
 """Names of the tables."""

@@ -155,8 +155,8 @@ class TrainConfig:
     head: str = _option(
         "none",
         "drafter",
-        "head that lets the token before have a say: none, markov, gated, selector, domino or"
-        " lilicorr",
+        "head that lets the token before have a say: none, markov, gated, selector, domino,"
+        " lilicorr or xpress",
     )
     head_rank: int = _count(128, "drafter", "rank of the head's corrections")
     head_state: int = _count(256, "drafter", "numbers of a head's own state (domino, lilicorr)")
@@ -316,7 +316,7 @@ class TrainConfig:
         tied = self.tied_tables and self.draft_vocab is not None
         self._check("tied_tables", not tied, "left out with draft-vocab: they are of all tokens")
         self._check("openings", set(self.openings) <= set(KINDS), f"some of {', '.join(KINDS)}")
-        heads = ("none", "markov", "gated", "selector", "domino", "lilicorr")
+        heads = ("none", "markov", "gated", "selector", "domino", "lilicorr", "xpress")
         self._check("head", self.head in heads, f"one of {', '.join(heads)}")
         self._check(
             "confidence",
@@ -326,7 +326,7 @@ class TrainConfig:
         self._check(
             "head_loss", self.head_loss in ("candidates", "vocabulary"), "candidates or vocabulary"
         )
-        whole = self.head == "domino" or (
+        whole = self.head in ("domino", "xpress") or (
             self.head in ("markov", "gated") and self.head_candidates == 0
         )
         for name in ("base_until", "base_share"):

@@ -14,7 +14,6 @@ from torch import distributed as dist
 
 from drafters.dflash.layers import compile_layer
 from drafters.dflash.model import DFlashModel
-from drafters.head import Lattice
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import AnswerSet
 from drafters.training.log import TrainLog
@@ -22,7 +21,7 @@ from drafters.training.loss.blocks import (
     FLEX_CONTEXT,
     Blocks,
     SequenceBatch,
-    anchor_states,
+    before_anchors,
     block_hidden,
     make_blocks,
     next_anchors,
@@ -320,9 +319,8 @@ class Trainer:
         final_hidden: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, its weight and the matches of blocks; see `ChunkedLoss`."""
-        hidden = block_hidden(
-            self.model, self._embed, batch, blocks.anchors, context, flex=self.flex
-        )
+        given = self.model, self._embed, batch, blocks.anchors, context
+        hidden = block_hidden(*given, flex=self.flex, head=self._head)
         teacher = None
         if self.config.uses_teacher:
             # The target's distribution for the token at position p is what it says at position p -
@@ -331,15 +329,14 @@ class Trainer:
                 blocks.labels.shape[2], device=hidden.device
             )
             rows = before.flatten(1).minimum(batch.lengths[:, None] - 1)
-            teacher = batch.at(final_hidden, rows).view(hidden.shape).flatten(0, 1)
+            teacher = batch.at(final_hidden, rows).view(*before.shape, -1).flatten(0, 1)
         labels, valid_rows, previous = (
             part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous)
         )
         labels, valid_rows = self._labels(labels, valid_rows)
-        states = None
-        if isinstance(self._head, Lattice):
-            states = anchor_states(self.model, batch, features, blocks.anchors).flatten(0, 1)
-        return self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher, states)
+        told = before_anchors(self._head, self.model, batch, features, blocks.anchors)
+        told = None if told is None else told.flatten(0, 1)
+        return self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher, told)
 
     def batch(self, micro: int) -> tuple[SequenceBatch, slice]:
         """Sequences of one forward of this process, padded to the longest in the whole batch, and

@@ -64,6 +64,7 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "mtp": "drafters.mtp.load:load_mtp",
     "domino": "drafters.dflash.drafter:load_dflash",
     "lilicorr": "drafters.dflash.drafter:load_dflash",
+    "xpress": "drafters.dflash.drafter:load_dflash",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
 """Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm

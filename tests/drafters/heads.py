@@ -38,29 +38,39 @@ def context(config: DFlashConfig) -> list[Tensor]:
 
 
 def headed(
-    path: Path, config: DFlashConfig, draft_sampling: str = "greedy"
+    path: Path,
+    config: DFlashConfig,
+    draft_sampling: str = "greedy",
+    tensors: dict[str, Tensor] | None = None,
 ) -> tuple[BoundDFlash, Rig]:
-    """A drafter read from its checkpoint, with the context of both requests."""
-    write_tiny_dflash(path, config, tensors=head_tensors(config))
+    """A drafter read from its checkpoint, with the context of both requests, whose token of each
+    position has its number.
+    """
+    write_tiny_dflash(path, config, tensors=tensors or head_tensors(config))
     verifier = FakeVerifier()
     rig = Rig(load_dflash(path, verifier=verifier), verifier, draft_sampling=draft_sampling)
     for request, features in enumerate(context(config)):
-        rig.prefill(request, features, 0)
+        rig.prefill(request, features, 0, torch.arange(len(features)))
     assert isinstance(rig.bound, BoundDFlash)
     return rig.bound, rig
 
 
 def backbone(config: DFlashConfig, request: int) -> tuple[Tensor, Tensor]:
     """Hidden states [K, H] and logits [K, V] of a request's slots, from the module alone and
-    without a cache.
+    without a cache; see `block_rows`.
     """
+    rows = block_rows(config, request)
+    hidden = rows if config.sample_from_anchor else rows[1:]
+    return hidden, FakeVerifier().head(hidden)
+
+
+def block_rows(config: DFlashConfig, request: int) -> Tensor:
+    """Hidden states [B, H] of all rows of a request's block."""
     verifier = FakeVerifier()
     model = tiny_model(config)
     model.load_state_dict(head_tensors(config))
     block = torch.tensor([ANCHORS[request], *[config.mask_token_id] * (config.block_size - 1)])
-    rows = dense_hidden(model, context(config)[request], verifier.embed(block))
-    hidden = rows if config.sample_from_anchor else rows[1:]
-    return hidden, verifier.head(hidden)
+    return dense_hidden(model, context(config)[request], verifier.embed(block))
 
 
 class PaperMarkov:

@@ -71,6 +71,8 @@ Patch = pytest.MonkeyPatch
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "eagle3"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "pard_token": 0}, "peagle"),
         ({"architectures": ["PeagleLlamaForCausalLM"]}, "peagle"),
+        ({"architectures": ["Qwen3XPressModel"], "dflash_config": {}}, "xpress"),
+        ({"architectures": ["XPressSpeculator"], "speculators_model_type": "xpress"}, "xpress"),
     ],
 )
 def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
@@ -81,8 +83,7 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({"architectures": ["XPressDraftModel"]}, "'XPressDraftModel' (XPress"),
-        ({"architectures": ["Qwen3XPressModel"]}, "'Qwen3XPressModel' (XPress"),
+        ({"architectures": ["MiniMaxXPressModel"]}, "'MiniMaxXPressModel' (XPress on layers"),
         ({"architectures": ["DSpineDraftModel"]}, "'DSpineDraftModel' (DSpine"),
         (
             {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspine"}},

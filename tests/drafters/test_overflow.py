@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from drafters.composed.drafter import BoundComposed, ComposedDrafter
@@ -19,6 +20,7 @@ from drafters.dspark.markov import MarkovConfig
 from drafters.lilicorr.lattice import LatticeConfig
 from drafters.sequential.drafts import TokenByToken
 from drafters.suffix.drafter import SuffixDrafter
+from drafters.xpress.refiner import XPressConfig
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch
@@ -51,6 +53,7 @@ DRAFTERS: dict[str, Callable[[Verifier], Drafter]] = {
     "lattice": lambda verifier: random_dflash(
         verifier, block_size=K + 1, head=LatticeConfig(16, 8, num_heads=2, factor_dim=4)
     ),
+    "refiner": lambda verifier: random_dflash(verifier, block_size=K + 1, head=XPressConfig(4)),
     "eagle3": lambda verifier: random_eagle3(verifier, K),
     "draft_model": lambda verifier: DraftModel(
         paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K
@@ -102,14 +105,12 @@ def spoil(monkeypatch: pytest.MonkeyPatch, value: float, whole: bool) -> None:
         logits[..., columns] = value
         return logits
 
+    def filled(states: Tensor | None) -> Any:
+        return torch.full_like(states, value) if whole and states is not None else states
+
     def of_block(self: Drafts, batch: DecodeBatch, slots: Slots) -> DraftOutput:
         return of(
-            self,
-            batch,
-            slots._replace(
-                hidden=slots.hidden.clone().fill_(value) if whole else slots.hidden,
-                logits=spoiled(slots.logits),
-            ),
+            self, batch, Slots(filled(slots.hidden), spoiled(slots.logits), filled(slots.context))
         )
 
     monkeypatch.setattr(Drafts, "of", of_block)

@@ -203,9 +203,14 @@ class Rig:
             draft_sampling=draft_sampling,  # type: ignore[arg-type]
         )
 
-    def prefill(self, request: int, features: Tensor, start: int) -> None:
-        """Hands over features [n, taps * H] of positions from `start` on."""
+    def prefill(
+        self, request: int, features: Tensor, start: int, token_ids: Tensor | None = None
+    ) -> None:
+        """Hands over features [n, taps * H] of positions from `start` on, and tokens int64 [n],
+        zeros where none are given.
+        """
         n = features.shape[0]
+        tokens = torch.zeros(n, dtype=torch.long) if token_ids is None else token_ids
         positions = torch.arange(start, start + n)
         blocks = self.block_table[request][positions // BLOCK]
         metadata = AttentionMetadata(
@@ -218,7 +223,7 @@ class Rig:
             max_query_len=n,
             max_seq_len=start + n,
         )
-        rows = ForwardInput(torch.zeros(n, dtype=torch.long), positions, metadata)
+        rows = ForwardInput(tokens, positions, metadata)
         self.bound.prefill(
             PrefillBatch(rows, torch.tensor([request]), torch.tensor([0])),
             VerifyOutput(torch.zeros(0), features),

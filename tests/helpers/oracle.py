@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from drafters.dflash.coupling import Coupling, CouplingTable
 from drafters.dflash.drafter import BoundDFlash
 from drafters.dflash.drafts import Drafts
-from drafters.head import Head
+from drafters.head import Head, Refiner
 from specdec.base.config import DraftSampling
 from specdec.kv_cache import LayerCache
 from specdec.model.batch import DecodeBatch, PrefillBatch
@@ -78,7 +78,7 @@ class BoundOracle(BoundDFlash):
             drafter.logits,
         )
         self.texts = torch.zeros(max_num_seqs, dtype=torch.int64)
-        self._states = None
+        self._before = torch.zeros_like(self.texts) if isinstance(drafter.head, Refiner) else None
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         texts = self.drafter.texts
@@ -89,19 +89,24 @@ class BoundOracle(BoundDFlash):
         )
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
-        positions = batch.positions(batch.shape.depth).clamp(max=self.table.shape[1] - 1)
+        refines = self._before is not None
+        rows = self.drafter.max_draft_tokens + 1 if refines else batch.shape.depth
+        positions = (batch.positions(rows) - int(refines)).clamp(max=self.table.shape[1] - 1)
         return self.table[self.texts.index_select(0, batch.slots)[:, None], positions]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
-        pass
+        rows = batch.forward
+        last = rows.metadata.query_start_loc[1:] - 1
+        self._keep_before(batch.slots, last, rows.token_ids, verify)
 
     def commit(
         self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
     ) -> None:
-        pass
+        first = torch.arange(0, token_ids.numel(), token_ids.shape[1])
+        self._keep_before(batch.slots, first + accept.num_accepted, token_ids.reshape(-1), verify)
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from drafters.dflash.drafter import DFlashDrafter
 from drafters.dflash.model import DFlashModel
 from drafters.head import HeadConfig
 from drafters.lilicorr.lattice import LatticeConfig
+from drafters.xpress.refiner import XPressConfig
 from specdec.attention.selector import select_backend
 from specdec.model.core import Verifier
 from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS, VOCAB, WINDOW
@@ -132,7 +133,7 @@ def random_dflash(
     head: HeadConfig | None = None,
 ) -> DFlashDrafter:
     """A DFlash drafter with random weights, one full layer and two sliding ones; with a head, the
-    anchor's row predicts, but for a lattice.
+    anchor's row predicts, but for a lattice and a refiner.
     """
     torch.manual_seed(seed)
     config = DFlashConfig(
@@ -150,7 +151,7 @@ def random_dflash(
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         max_position_embeddings=512,
         num_target_layers=verifier.num_layers,
-        sample_from_anchor=head is not None and not isinstance(head, LatticeConfig),
+        sample_from_anchor=not isinstance(head, LatticeConfig | XPressConfig | None),
         head=head,
     )
     return DFlashDrafter(DFlashModel(config), verifier)

@@ -19,7 +19,7 @@ from drafters.checkpoint import (
 )
 from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.config.config_json import config_json
-from drafters.dflash.config.heads import head_names
+from drafters.dflash.config.heads import head_names, written_names
 from drafters.dflash.config.layout import Layout, parse_config
 from drafters.dflash.config.names import zlab_names
 from drafters.dflash.model import DFlashModel
@@ -101,7 +101,7 @@ def write_checkpoint(
     write_folder(
         Path(path),
         config_json(config, layout, dtype=str(dtype).removeprefix("torch.")),
-        stored,
+        written_names(stored, layout),
         over=over,
     )
 

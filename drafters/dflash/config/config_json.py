@@ -135,7 +135,7 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "verifier_architectures": list(config.verifier_architectures) or None,
     }
     top: dict[str, Any] = {}
-    if config.algorithm == "dspark" and not config.tied_tables:
+    if config.algorithm in ("dspark", "xpress") and not config.tied_tables:
         # where vLLM 0.33 looks for a head
         top = head | {"sample_from_anchor": config.sample_from_anchor}
     return (

@@ -14,19 +14,21 @@ from drafters.dspark import markov
 from drafters.head import HeadConfig
 from drafters.keys import Keys, require
 from drafters.lilicorr import lattice
+from drafters.xpress import refiner
 
 _PARSERS: dict[str, Callable[[Keys], HeadConfig]] = {
     "dflash2": selector.parse_selector,
     "dspark": markov.parse_markov,
     "domino": gru.parse_domino,
     "lilicorr": lattice.parse_lattice,
+    "xpress": refiner.parse_xpress,
 }
 """By the name that `drafters.algorithms` gives to the algorithm."""
 
 ALGORITHMS = ("dflash", *_PARSERS)
 """What runs on this backbone."""
 
-HEAD_KEYS = selector.KEYS | markov.KEYS | gru.KEYS | lattice.KEYS
+HEAD_KEYS = selector.KEYS | markov.KEYS | gru.KEYS | lattice.KEYS | refiner.KEYS
 """All that `config.json` says about heads."""
 
 ARCHITECTURES = {
@@ -35,8 +37,9 @@ ARCHITECTURES = {
     "dspark": {"z-lab": "DSparkDraftModel", "speculators": "DSparkSpeculator"},
     "domino": {"z-lab": "DominoDraftModel"},
     "lilicorr": {"z-lab": "LiLiCorrDraftModel"},
+    "xpress": {"z-lab": "Qwen3XPressModel", "speculators": "XPressSpeculator"},
 }
-"""By algorithm and layout; DSpark in z-lab's layout is SpecForge's."""
+"""By algorithm and layout; DSpark in z-lab's layout is SpecForge's, and XPress its authors'."""
 
 _RENAMED = {
     # ModelOpt's DSpark.
@@ -48,6 +51,7 @@ _RENAMED = {
     # What the public dflash package writes itself.
     "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
+    **refiner.RELEASED,
 }
 
 
@@ -94,10 +98,21 @@ def predicts_from_anchor(
 
 def head_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the names that the heads' modules have."""
+    return _renamed(tensors, _RENAMED)
+
+
+def written_names(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """Tensors under the names that a layout has for them."""
+    own = {ours: theirs for theirs, ours in refiner.RELEASED.items()}
+    return _renamed(tensors, own if layout == "z-lab" else {})
+
+
+def _renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors whose names begin otherwise: as the first does that fits, of `names`."""
     starts = {
-        name: next((start for start in _RENAMED if name.startswith(start)), "") for name in tensors
+        name: next((start for start in names if name.startswith(start)), "") for name in tensors
     }
     return {
-        _RENAMED.get(starts[name], "") + name.removeprefix(starts[name]): tensor
+        names.get(starts[name], "") + name.removeprefix(starts[name]): tensor
         for name, tensor in tensors.items()
     }

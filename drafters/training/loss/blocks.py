@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.dflash.model import DFlashModel
+from drafters.head import Head, Lattice, Refiner
 from drafters.training.loss.mask import BlockAttention
 from drafters.training.loss.packing import Packing
 
@@ -144,6 +145,24 @@ def anchor_states(
     return states.masked_fill(anchors[..., None] == 0, 0)
 
 
+def before_anchors(
+    head: Head | Lattice | None,
+    model: DFlashModel,
+    batch: SequenceBatch,
+    features: Tensor,
+    anchors: Tensor,
+) -> Tensor | None:
+    """What a head asks for of the tokens before anchors int64 [S, N]: the `anchor_states` of which
+    its lattice is given, or which they are, int64 [S, N]; None for another head. The token before
+    the first one is taken to be that one.
+    """
+    if isinstance(head, Lattice):
+        return anchor_states(model, batch, features, anchors)
+    if isinstance(head, Refiner):
+        return batch.token_ids.gather(1, (anchors - 1).clamp(min=0))
+    return None
+
+
 def block_hidden(
     model: DFlashModel,
     embed: Callable[[Tensor], Tensor],
@@ -152,6 +171,7 @@ def block_hidden(
     context: tuple[Tensor, Tensor],
     *,
     flex: bool,
+    head: Head | Lattice | None = None,
 ) -> Tensor:
     """Final hidden states of the predicting rows of all blocks.
 
@@ -163,9 +183,10 @@ def block_hidden(
         context: keys and values [S, T, layers, kv_heads, head_dim] of every position, or of packed
             rows, from `DFlashModel.context_kv`.
         flex: see `BlockAttention`.
+        head: of the drafter; a refiner is given all rows.
 
     Returns:
-        [S, N, K, H].
+        [S, N, K, H], or [S, N, B, H] of all rows.
     """
     config, packing = model.config, batch.packing
     width = config.max_draft_tokens + (not config.sample_from_anchor)
@@ -195,7 +216,6 @@ def block_hidden(
     hidden = model.block_forward(embed(token_ids.flatten(1)), positions.flatten(1), attend)
     if packing is not None:
         hidden = packing.by_sequence(hidden.unflatten(1, (packing.slots.shape[1], -1)))
+    first = 0 if isinstance(head, Refiner) else width - config.max_draft_tokens
     # Contiguous, or the frozen head would be multiplied block by block, and read as often.
-    return hidden.view(*anchors.shape, width, -1)[
-        :, :, width - config.max_draft_tokens :
-    ].contiguous()
+    return hidden.view(*anchors.shape, width, -1)[:, :, first:].contiguous()

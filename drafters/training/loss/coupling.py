@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.choice import MAX_CANDIDATES
+from drafters.dflash.drafts import Slots
 from drafters.dflash.model import DFlashModel
 from drafters.head import Head, Lattice, left_sides
 from drafters.training.data.dataset import Answer, in_batches
-from drafters.training.loss.blocks import SequenceBatch, block_hidden, make_blocks
+from drafters.training.loss.blocks import SequenceBatch, before_anchors, block_hidden, make_blocks
 from drafters.training.target import Target
 from specdec.sampling.noise import Purpose, gumbel, stream
 
@@ -90,42 +91,34 @@ def choices_of(
         anchors = positions[None, chunk.start : chunk.stop]
         valid = torch.ones_like(anchors, dtype=torch.bool)
         blocks = make_blocks(batch, anchors, valid, num_rows=model.config.max_draft_tokens)
-        hidden = block_hidden(model, target.embed, batch, anchors, context, flex=False)[0]
-        logprobs = (target.head(hidden).float() / temperature).log_softmax(-1)
-        slots = torch.arange(hidden.shape[1], device=device)
-        places = (anchors[0, :, None] + 1 + slots - start).clamp(max=len(positions) - 1)
+        given = model, target.embed, batch, anchors, context
+        rows = block_hidden(*given, flex=False, head=head)[0]
+        before = before_anchors(head, model, batch, features, anchors)
+        slots = Slots.of(rows, target.head, head, None if before is None else before[0])
+        logprobs = (slots.logits.float() / temperature).log_softmax(-1)
+        order = torch.arange(slots.hidden.shape[1], device=device)
+        places = (anchors[0, :, None] + 1 + order - start).clamp(max=len(positions) - 1)
         if head is not None:
-            _share_out(
-                head, logprobs, logprobs + noise[places], hidden, blocks.previous[0], temperature
-            )
+            left = left_sides(head, slots.hidden, blocks.previous[0], slots.context)
+            _share_out(head, logprobs, logprobs + noise[places], left, temperature)
         ranks = _ranks(logprobs + noise[places], blocks.labels[0])
         held = (ranks < MAX_CANDIDATES) & blocks.valid[0]
         reached = blocks.valid[0] & F.pad(held[:, :-1], (1, 0), value=True).cumprod(dim=1).bool()
-        rows = reached.nonzero(as_tuple=True)
-        parts.append(
-            _alternatives(
-                rows[1], logprobs[rows], noise[places[rows]], blocks.labels[0][rows], generator
-            )
-        )
+        found = reached.nonzero(as_tuple=True)
+        drawn = logprobs[found], noise[places[found]], blocks.labels[0][found]
+        parts.append(_alternatives(found[1], *drawn, generator))
     return Choices(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _share_out(
-    head: Head,
-    logprobs: Tensor,
-    scores: Tensor,
-    hidden: Tensor,
-    previous: Tensor,
-    temperature: float,
+    head: Head, logprobs: Tensor, scores: Tensor, left: Tensor, temperature: float
 ) -> None:
-    """Puts into `logprobs` [n, K, V] what a head says behind tokens that are known, as
-    `drafters.dflash.edges` does: among the best by `scores` alone, which keep the probability that
-    they have together.
+    """Puts into `logprobs` [n, K, V] what a head says behind tokens that are known, with the left
+    sides [n, K, r], as `drafters.dflash.edges` does: among the best by `scores` alone, which keep
+    the probability that they have together.
     """
     best = scores.topk(min(MAX_CANDIDATES, scores.shape[-1]), dim=-1).indices
-    bonus = (F.embedding(best, head.right) @ left_sides(head, hidden, previous)[..., None]).squeeze(
-        -1
-    ).float() / temperature
+    bonus = (F.embedding(best, head.right) @ left[..., None]).squeeze(-1).float() / temperature
     bonus[:, : head.first_slot] = 0
     old = logprobs.gather(-1, best)
     logprobs.scatter_(

@@ -18,10 +18,10 @@ from drafters.choice import MAX_CANDIDATES
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
-from drafters.head import Lattice
+from drafters.head import Lattice, Refiner
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import AnswerSet, in_batches
-from drafters.training.loss.blocks import Blocks, anchor_states, block_hidden, make_blocks
+from drafters.training.loss.blocks import Blocks, before_anchors, block_hidden, make_blocks
 from drafters.training.loss.mask import use_flex
 from drafters.training.loss.vocabulary import embed_of, head_of
 from drafters.training.target import Target
@@ -180,11 +180,10 @@ def replay(
             positions = batch.prompt_lens[:, None] + offsets
             valid = positions < batch.lengths[:, None] - 1
             blocks = make_blocks(batch, positions.masked_fill(~valid, 0), valid, num_rows=num_rows)
-            hidden = block_hidden(model, embed, batch, blocks.anchors, context, flex=flex)
-            states = None
-            if drafts.is_lattice:
-                states = anchor_states(model, batch, features, blocks.anchors)
-            accepted, inside = drafts.accepted(hidden, blocks, sampling, states)
+            given, head = (model, embed, batch, blocks.anchors, context), drafts.head
+            hidden = block_hidden(*given, flex=flex, head=head)
+            before = before_anchors(head, model, batch, features, blocks.anchors)
+            accepted, inside = drafts.accepted(hidden, blocks, sampling, before)
             found.append(accepted)
             rows = torch.arange(num_rows, device=target.device)
             reached += ((rows < accepted[..., :1]) & greedy).sum(dim=(0, 1)).cpu()
@@ -224,25 +223,24 @@ class _Drafts:
         coupling = model.config.coupling
         table = None if coupling is None else CouplingTable(coupling, target.device)
         own = model.config.head
-        head = None if own is None else own.head(model, embed_of(model, target))
+        self.head = None if own is None else own.head(model, embed_of(model, target))
         self._target_ids = None if model.d2t is None else target_ids(model.d2t)
-        self._drafts = Drafts("coupled", table, self._target_ids, head=head)
-        self.is_lattice = isinstance(head, Lattice)
+        self._drafts = Drafts("coupled", table, self._target_ids, head=self.head)
 
     def accepted(
         self,
         hidden: Tensor,
         blocks: Blocks,
         sampling: SamplingTensors,
-        states: Tensor | None = None,
+        before: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Counts accepted drafts of blocks of sequences drawn as `sampling` says.
 
         Args:
-            hidden: [S, N, K, H], final states.
+            hidden: [S, N, K, H], final states; see `block_hidden`.
             blocks: [S, N] of them.
             sampling: of the S sequences.
-            states: [S, N, H], `anchor_states` for a lattice.
+            before: of them, see `before_anchors`.
 
         Returns:
             int64 [S, N, shapes + 1], accepted drafts, and bool [S, N, K], whether a row's
@@ -252,8 +250,8 @@ class _Drafts:
         owners = torch.arange(len(anchors), device=anchors.device)[:, None].expand_as(anchors)
         labels = blocks.labels.masked_fill(~blocks.valid, -1)
         size = max(self._rows // labels.shape[2], 1)
-        states = hidden[:, :, 0] if states is None else states
-        tables = (hidden, states, anchors, blocks.previous[:, :, 0], labels, owners)
+        before = anchors if before is None else before
+        tables = (hidden, before, anchors, blocks.previous[:, :, 0], labels, owners)
         found = [
             self._of_blocks(sampling, *part)
             for part in zip(*(x.flatten(0, 1).split(size) for x in tables), strict=True)
@@ -267,7 +265,7 @@ class _Drafts:
         self,
         sampling: SamplingTensors,
         hidden: Tensor,
-        states: Tensor,
+        before: Tensor,
         anchors: Tensor,
         anchor_ids: Tensor,
         labels: Tensor,
@@ -286,7 +284,8 @@ class _Drafts:
             max_model_len=1,
             sampling=sampling.select(owners, sampling.plan),
         )
-        slots = Slots(hidden, self._to_logits(hidden), states)
+        told = before if isinstance(self.head, Lattice | Refiner) else None
+        slots = Slots.of(hidden, self._to_logits, self.head, told)
         counts = [(self._drafts.of(batch, slots).token_ids == labels).cumprod(dim=1).sum(dim=1)]
         if trees:  # the first drafts of the largest tree are the smaller ones
             output = self._drafts.of(replace(batch, shape=trees[-1]), slots)

@@ -9,11 +9,15 @@ from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
 from drafters.lilicorr.lattice import LatticeConfig
 from drafters.training.config import TrainConfig
+from drafters.xpress.refiner import XPressConfig
 
 HEAD_MODULES = (
     "markov_head", "candidate_selector", "confidence_head", "prefix_gru", "embed_proj", "lilicorr",
+    "refiner_head",
 )  # fmt: skip
 """What a model calls the parts of its head."""
+ZERO = "markov_w2", "successor_codebook", "embed_proj.2", "readout", "mix_l"
+"""What begins so."""
 KINDS = {"markov": "vanilla", "gated": "gated"}
 """DSpark's heads by the names of options."""
 
@@ -39,6 +43,8 @@ def new_head(config: TrainConfig) -> HeadConfig | None:
             num_heads=max(width // 64, 1),
             factor_dim=config.head_rank,
         )
+    if config.head == "xpress":
+        return XPressConfig(config.head_rank)
     return None
 
 
@@ -56,23 +62,19 @@ def init_head(model: nn.Module, names: set[str], generator: torch.Generator, sca
     for name, parameter in model.named_parameters():
         if name not in names or name.partition(".")[0] not in HEAD_MODULES:
             continue
-        if any(
-            part in name for part in ("markov_w2", "successor_codebook", "embed_proj.2")
-        ) or name.endswith("bias"):
+        if name.endswith("bias") or any(part in name for part in ZERO):
             parameter.zero_()
         elif "norm" in name:
             parameter.fill_(1.0)
-        elif name.startswith("lilicorr") and parameter.ndim == 2:
-            of_embeddings = scale if "token_proj" in name else 1.0
-            std = parameter.shape[1] ** -0.5 / of_embeddings
-            nn.init.normal_(parameter, std=std, generator=generator)
         elif "parametrizations" in name:  # so that a row of the table has numbers around 1
             nn.init.normal_(
                 parameter, std=1 / (scale * parameter.shape[1] ** 0.5), generator=generator
             )
-        elif "markov_w1" in name or "predecessor_codebook" in name:
+        elif any(part in name for part in ("markov_w1", "predecessor_codebook", "token_embed")):
             nn.init.normal_(parameter, generator=generator)
-        elif "prefix_gru" in name:
-            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
+        elif name.startswith(("lilicorr", "refiner_head", "prefix_gru")) and parameter.ndim == 2:
+            of_embeddings = scale if "token_proj" in name else 1.0
+            std = parameter.shape[1] ** -0.5 / of_embeddings
+            nn.init.normal_(parameter, std=std, generator=generator)
         else:
             nn.init.normal_(parameter, std=0.02, generator=generator)

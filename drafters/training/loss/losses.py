@@ -228,12 +228,13 @@ class ChunkedLoss:
         its label.
 
         Args:
-            hidden: [n, K, H], final hidden states of the drafter.
+            hidden: [n, K, H], final hidden states of the drafter; see `Slots.of` of
+                `drafters.dflash.drafts`.
             labels: int64 [n, K].
             valid: bool [n, K].
             previous: int64 [n, K], the tokens before.
             teacher_hidden: [n, K, H] of the target, for distillation.
-            context: [n, H], see `drafters.head.Lattice.table`.
+            context: see `drafters.training.loss.blocks.before_anchors`.
         """
         chunks = min(max(-(-labels.numel() // self.rows), 1), len(labels))
         inputs = hidden, labels, valid, previous, teacher_hidden, context

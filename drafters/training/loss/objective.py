@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.dflash.drafts import Slots
 from drafters.head import Head, Lattice, left_sides
 from drafters.training.loss.losses import LossConfig, block_loss, block_weights
 
@@ -73,11 +74,11 @@ class Objective:
         them.
 
         Args:
-            hidden: [n, K, H].
+            hidden: [n, K, H], or [n, B, H] for a refiner, see `Slots.of`.
             labels, previous: int64 [n, K].
             valid: bool [n, K].
             teacher_hidden: [n, K, H] of the target for the same positions.
-            context: [n, H], see `drafters.head.Lattice.table`; None unless the head is one.
+            context: see `drafters.training.loss.blocks.before_anchors`.
         """
         config, head, teacher = self._config, self._head, None
         if teacher_hidden is not None:
@@ -86,13 +87,13 @@ class Objective:
                 teacher = self._teacher(teacher_hidden).log_softmax(dim=-1, dtype=torch.float32)
                 if self._columns is not None:
                     teacher = teacher.index_select(-1, self._columns)
-        base = self._to_logits(hidden)
+        hidden, base, context = Slots.of(hidden, self._to_logits, head, context)
         if head is None:
             return block_loss(base, labels, valid, config, teacher)
         if isinstance(head, Lattice):
             assert context is not None, "a lattice is given the anchor's context"
             return self._paired(base, hidden, labels, valid, teacher, context, head)
-        left = left_sides(head, hidden, previous)
+        left = left_sides(head, hidden, previous, context)
         if head.num_candidates is not None and config.head_loss != "vocabulary":
             loss, weight, matches, said = self._chosen(base, left, labels, valid, teacher, head)
         else:

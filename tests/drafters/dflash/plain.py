@@ -42,6 +42,7 @@ def dense_hidden(model: DFlashModel, features: Tensor, embeddings: Tensor) -> Te
     must reproduce.
     """
     start, width = features.shape[0], embeddings.shape[0]
+    causal = torch.ones(width, start + width, dtype=torch.bool).tril(start)
     keys, values = model.context_kv(features, torch.arange(start))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -49,8 +50,9 @@ def dense_hidden(model: DFlashModel, features: Tensor, embeddings: Tensor) -> Te
             torch.cat(pair).transpose(0, 1)
             for pair in ((keys[:, layer], key), (values[:, layer], value))
         )
+        mask = causal if model.config.causal[layer] else None
         return F.scaled_dot_product_attention(
-            query.transpose(0, 1), k, v, enable_gqa=True
+            query.transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True
         ).transpose(0, 1)
 
     return model.block_forward(embeddings, torch.arange(start, start + width), attend)

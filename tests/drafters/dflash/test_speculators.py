@@ -25,11 +25,13 @@ HEADS: dict[str, dict[str, Any]] = {
         "enable_confidence_head": False,
         "confidence_head_with_markov": False,
     },
+    "xpress": {"xpress_rank": 4, "num_jacobi_passes": 3},
 }
 MODULES = {
     "dflash": "DFlashDraftModel",
     "dflash2": "DFlash2DraftModel",
     "dspark": "DSparkDraftModel",
+    "xpress": "XPressDraftModel",
 }
 
 
@@ -65,6 +67,9 @@ def their_drafts(model: Any, kind: str, text: Tensor, features: Tensor) -> list[
         torch.zeros(1, LENGTH, model.config.transformer_layer_config.hidden_size),
         torch.zeros(1, LENGTH, dtype=torch.long), max_anchors=count,
     )  # fmt: skip
+    if kind == "xpress":
+        before = torch.cat([torch.zeros(1, dtype=torch.long), text])[:count]
+        return passes(model, text[:count], before, hidden, logits)
     first = 0 if model.config.sample_from_anchor else 1
     blocks = zip(
         hidden.view(count, BLOCK, -1)[:, first:],
@@ -89,12 +94,27 @@ def their_drafts(model: Any, kind: str, text: Tensor, features: Tensor) -> list[
     return found
 
 
+def passes(
+    model: Any, anchors: Tensor, before: Tensor, hidden: Tensor, logits: Tensor
+) -> list[list[int]]:
+    """What XPress's free-running passes make of blocks, as many as its config says."""
+    head, blocks = model.refiner_head, (len(anchors), BLOCK, -1)
+    known, base = head.hidden_cache(hidden.view(blocks)), logits.view(blocks)
+    tokens = base.argmax(-1)
+    for _ in range(model.config.num_jacobi_passes):
+        previous = torch.cat([before[:, None], anchors[:, None], tokens[:, 1:-1]], dim=1)
+        tokens = (base + head.block_bias(previous, hcache=known)).argmax(-1)
+    drafts: list[list[int]] = tokens[:, 1:].tolist()
+    return drafts
+
+
 def our_drafts(drafter: Any, text: Tensor, features: Tensor) -> list[list[int]]:
     """The same, from our cache."""
     rig, found = Rig(drafter, drafter.verifier, num_reqs=1), []
     for place in range(LENGTH - BLOCK):
         if place:
-            rig.prefill(0, features[place - 1 : place], place - 1)
+            last = slice(place - 1, place)
+            rig.prefill(0, features[last], place - 1, text[last])
         batch = rig.batch([int(text[place])], [place], drafter.max_draft_tokens)
         found.append(rig.bound.propose(batch).token_ids[0].tolist())
     return found

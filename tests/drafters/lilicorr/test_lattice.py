@@ -190,8 +190,8 @@ def test_a_chain_is_the_walk_through_the_papers_table(tmp_path: Path) -> None:
     papers = [of_paper(config, request) for request in (0, 1)]
     hidden = drafter.draft_hidden(rig.batch(ANCHORS, LENGTHS, K))
     tokens, scores, tables = (torch.stack(parts) for parts in zip(*papers, strict=True))
-    assert drafter._states is not None
-    ours = head.table(hidden, tokens, scores, drafter._states[:2])
+    assert drafter._before is not None
+    ours = head.table(hidden, tokens, scores, drafter._before[:2])
     torch.testing.assert_close(ours.double(), tables, atol=1e-4, rtol=1e-4)
     drafts = drafter.propose(rig.batch(ANCHORS, LENGTHS, K)).token_ids.tolist()
     assert drafts == [walked(tokens, table) for tokens, _, table in papers]
@@ -263,6 +263,6 @@ def test_the_anchors_context_follows_the_accepted_path(tmp_path: Path) -> None:
     rows = features[[2, 4]]
     model = tiny_model(lilicorr())
     model.load_state_dict(head_tensors(lilicorr()))
-    assert drafter._states is not None
-    torch.testing.assert_close(drafter._states[:2], model.context_state(rows))
-    assert drafter._states.shape[1] == HIDDEN
+    assert drafter._before is not None
+    torch.testing.assert_close(drafter._before[:2], model.context_state(rows))
+    assert drafter._before.shape[1] == HIDDEN

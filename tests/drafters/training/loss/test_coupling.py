@@ -19,9 +19,10 @@ from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.dflash.model import DFlashModel
 from drafters.dflash2.selector import SelectorConfig
 from drafters.domino.gru import DominoConfig
-from drafters.head import HeadConfig, Lattice
+from drafters.head import HeadConfig, Lattice, Refiner, left_sides
 from drafters.training.loss import coupling
 from drafters.training.loss.coupling import Choices, fit_weights
+from drafters.xpress.refiner import XPressConfig
 from specdec.cli.main import main
 from tests.drafters.tiny import TINY, tiny_tensors
 from tests.drafters.training.toy import (
@@ -102,7 +103,7 @@ def test_alternatives_stand_for_the_whole_vocabulary() -> None:
     assert abs(ratio.mean() - 1) < 5 * ratio.std() / math.sqrt(count)
 
 
-@pytest.mark.parametrize("config", [SelectorConfig(3, 8), DominoConfig(3, 4)])
+@pytest.mark.parametrize("config", [SelectorConfig(3, 8), DominoConfig(3, 4), XPressConfig(3)])
 def test_a_head_says_along_an_answer_what_it_says_in_a_run(config: HeadConfig) -> None:
     """Behind tokens that are known it gives its candidates the very scores that a tree would have
     for them.
@@ -110,7 +111,7 @@ def test_a_head_says_along_an_answer_what_it_says_in_a_run(config: HeadConfig) -
     torch.manual_seed(0)
     model = DFlashModel(replace(TINY, head=config)).requires_grad_(False)
     for parameter in model.parameters():
-        parameter.normal_()
+        parameter.normal_(std=0.5)
     head = config.head(
         model, torch.nn.Embedding(TINY.vocab_size, TINY.hidden_size).requires_grad_(False)
     )
@@ -119,9 +120,10 @@ def test_a_head_says_along_an_answer_what_it_says_in_a_run(config: HeadConfig) -
     logprobs = (torch.randn(2, 4, TINY.vocab_size) / temperature).log_softmax(-1)
     scores, token_ids = logprobs.topk(coupling.MAX_CANDIDATES, dim=-1)
     anchors = torch.tensor([3, 5])
-    tables = edges_of(
-        head, hidden, anchors, token_ids, token_ids, scores, torch.full((2, 4), 1 / temperature)
-    )
+    start, scale = None, torch.full((2, 4), 1 / temperature)
+    if isinstance(head, Refiner):
+        start = head.start(torch.randn(2, TINY.block_size, TINY.hidden_size), anchors)
+    tables = edges_of(head, hidden, anchors, token_ids, token_ids, scores, scale, start=start)
     tables = logprobs_of(tables, scores)
     # along the best chain, which is where a recurrent state is exact
     ranks = tables[:, 0, 0].argmax(-1)
@@ -131,7 +133,8 @@ def test_a_head_says_along_an_answer_what_it_says_in_a_run(config: HeadConfig) -
         path.append(expected[-1].argmax(-1))
     tokens = token_ids.gather(2, torch.stack(path, dim=1)[..., None]).squeeze(2)
     previous = torch.cat([anchors[:, None], tokens[:, :-1]], dim=1)
-    coupling._share_out(head, logprobs, logprobs.clone(), hidden, previous, temperature)
+    left = left_sides(head, hidden, previous, start)
+    coupling._share_out(head, logprobs, logprobs.clone(), left, temperature)
     torch.testing.assert_close(logprobs.gather(2, token_ids), torch.stack(expected, dim=1))
 
 

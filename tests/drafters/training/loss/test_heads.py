@@ -16,6 +16,7 @@ from drafters.head import HeadConfig, Lattice
 from drafters.training.config import TrainConfig, build_config
 from drafters.training.data.openings import opening
 from drafters.training.loss.heads import new_head
+from drafters.xpress.refiner import XPressConfig
 from tests.drafters.tiny import TINY, FakeVerifier
 
 RECIPES = Path(drafters.training.__file__).parent / "recipes"
@@ -24,6 +25,7 @@ RECIPES = Path(drafters.training.__file__).parent / "recipes"
 def test_options_name_heads() -> None:
     assert new_head(TrainConfig()) is None
     assert new_head(TrainConfig(head="selector", head_rank=4)) == SelectorConfig(4, 16)
+    assert new_head(TrainConfig(head="xpress", head_rank=4)) == XPressConfig(4)
     assert new_head(TrainConfig(head="gated", head_rank=4, head_candidates=0)) == MarkovConfig(
         4, "gated"
     )

@@ -112,7 +112,7 @@ def test_what_is_missing_is_named(
             {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 36]}},
             "it taps layer 36 of a target whose last layer is 35",
         ),
-        ({"architectures": ["XPressDraftModel"]}, "XPressDraftModel"),
+        ({"architectures": ["DSpineDraftModel"]}, "DSpineDraftModel"),
         ({"block_size": None}, "config.json lacks block_size"),
         (
             {"quantization_config": {"quant_method": "hqq"}},

@@ -1,0 +1,1 @@
+"""XPress's head on DFlash's backbone."""
