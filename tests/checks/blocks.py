@@ -39,7 +39,7 @@ from specdec.layers.triton_linear import few_rows
 from specdec.model.batch import ForwardInput
 from specdec.model.core import Verifier
 from tests.checks.step import step_time
-from tests.checks.triton import BLOCK, TOLERANCE, bandwidth, microseconds
+from tests.helpers.card import BLOCK, TOLERANCE, bandwidth, microseconds
 from verifiers.load import load_verifier
 
 

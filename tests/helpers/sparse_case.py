@@ -304,3 +304,16 @@ class Case:
             assert [sets(s) for s in selections] == [sets(s) for s in exact_selections]
             for runs in zip(outputs, plain_outputs, exact_outputs, strict=True):
                 assert_as_exact(*runs)
+
+
+def rounded(x: Tensor, fp8: torch.dtype) -> Tensor:
+    """`x` as the indexer sees it: in 8 bits, each vector with the smallest power of two that makes
+    it fit.
+    """
+    most = torch.finfo(fp8).max
+    # tried one by one, independent of logarithms
+    scale = torch.ldexp(torch.ones(50, 1), torch.arange(-40, 10)[:, None])
+    amplitude = x.abs().amax(-1).clamp(min=1e-4)
+    fits = amplitude.flatten()[None] / scale <= most
+    chosen = scale[fits.int().argmax(0)].view(*amplitude.shape, 1)
+    return (x / chosen).to(fp8).float() * chosen

@@ -19,9 +19,9 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
 from tests.helpers.attention_case import Case, attention
 from tests.helpers.bounds import assert_as_exact
+from tests.helpers.fa_case import pretend_rocm
 from tests.helpers.trees import random_trees
 from tests.helpers.triton_interpreter import require_triton
-from tests.specdec.attention.aiter.test_fa import pretend_rocm
 
 DEVICE = require_triton()
 

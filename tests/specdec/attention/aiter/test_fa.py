@@ -4,7 +4,6 @@ torch_ref, nothing waits.
 
 import itertools
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-import specdec.device.device
 from drafters.ngram import NGramDrafter
-from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter import groups
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.attention.aiter.fa_triton import Layer, Rows, kvcache
 from specdec.attention.aiter.layout import read_blocks, read_rows
-from specdec.attention.backend import AttentionBackend
 from specdec.attention.selector import select_backend
 from specdec.base.errors import BackendError
 from specdec.kv_cache import blocks_for
-from specdec.model.core import Verifier
-from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_generation import generate, wide_dflash
 from tests.helpers.attention_case import Case, spec
+from tests.helpers.fa_case import (
+    BACKENDS,
+    FP8,
+    SHAPES,
+    Install,
+    added,
+    model_of,
+    on,
+    pretend_rocm,
+    replace_head_dim,
+)
 from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.helpers.tiny_configs import CONFIGS, WINDOW
 from tests.helpers.tiny_models import paged_verifier
@@ -36,51 +41,11 @@ from verifiers.config.shape import attention_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 
-BACKENDS: dict[str, type[RocmAiterFaBackend]] = {
-    "plain": RocmAiterFaBackend,
-    "shuffle": RocmAiterFaShuffleBackend,
-}
-Install = Callable[..., Machine]
-
-
-def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
-    """A function that pretends a ROCm machine with AITER; whole generations ask for float32, which
-    the emulation then takes.
-    """
-
-    def setup(
-        version: str = "0.1.20", architecture: str = "gfx942", float32: bool = False, **options: Any
-    ) -> Machine:
-        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
-        if float32:
-            monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
-        machine = Machine(
-            version=version, architecture=architecture, allow_float32=float32, **options
-        )
-        return install(monkeypatch, folder, machine)
-
-    return setup
-
 
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
     """See `pretend_rocm`."""
     return pretend_rocm(monkeypatch, tmp_path)
-
-
-SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
-    "single": ([40, 1, 33, 16], [1, 1, 1, 1], True),
-    "block": ([40, 5, 33, 21], [5, 5, 5, 5], True),
-    "prefill": ([17, 1, 33], [17, 1, 33], False),
-    "extend": ([40, 23, 33], [3, 2, 17], False),
-    "mixed": ([40, 17, 35, 33, 50], [3, 17, 1, 33, 20], False),
-}
-"""Lengths, rows, and whether only the device knows them."""
-
-
-def added(machine: Machine) -> float:
-    """What the paged kernels, if one was called, add to the denominator."""
-    return 1e-6 if machine.names() & {"paged_attention_v1", "paged_attention_rocm"} else 0.0
 
 
 @pytest.mark.parametrize("layout", BACKENDS)
@@ -128,7 +93,6 @@ def test_context_in_chunks(
     assert count == 1 + blocks_for(37, max(1, chunk // 3))
 
 
-FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 LIMITS = list(itertools.product([16, 64, 80, 96, 128, 256], [1, 4], [None, 1, 9], [True, False]))
 
 
@@ -441,27 +405,6 @@ def test_selection(
     caplog.set_level("INFO")
     assert select_backend("auto", spec(block_size=4)).name == "torch_ref"
     assert "blocks of 4 tokens" in caplog.text
-
-
-def replace_head_dim(config: PreTrainedConfig, head_dim: int = 64) -> PreTrainedConfig:
-    """The same with heads wide enough for the paged kernels."""
-    config.head_dim, config.tie_word_embeddings = head_dim, False
-    return config
-
-
-def model_of(name: str, head_dim: int = 64) -> PreTrainedModel:
-    """A tiny random model."""
-    torch.manual_seed(0)
-    config = replace_head_dim(CONFIGS[name](), head_dim)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    ).eval()
-    return model
-
-
-def on(backend: type[AttentionBackend], model: PreTrainedModel, **changes: Any) -> Verifier:
-    """The same target on another backend."""
-    return paged_verifier(model, 16, backend=lambda spec: backend(replace(spec, **changes)))
 
 
 @pytest.mark.parametrize(

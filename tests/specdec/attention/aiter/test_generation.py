@@ -46,8 +46,8 @@ from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.guards import guard_steps
 from tests.helpers.scripted import ScriptedDrafter
+from tests.helpers.sparse_case import rounded
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
-from tests.specdec.attention.aiter.latent.test_mla_sparse import rounded
 from verifiers.config.shape import backend_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

@@ -15,6 +15,7 @@ from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter
+from tests.helpers import fa_case, latent_case
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
@@ -22,8 +23,6 @@ from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.helpers.trees import Parents
-from tests.specdec.attention.aiter import test_fa
-from tests.specdec.attention.aiter.latent import test_mla
 from tests.specdec.attention.aiter.test_generation import CHANGES, Rocm
 from tests.specdec.attention.aiter.test_trees import decoded
 
@@ -34,9 +33,9 @@ TREES: list[Parents] = [[0, 0, 1, 1, 2, 3, 5], [], [0, 0], [0], []]
 
 
 @pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> test_fa.Install:
-    """See `test_fa.pretend_rocm`."""
-    return test_fa.pretend_rocm(monkeypatch, tmp_path)
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> fa_case.Install:
+    """See `fa_case.pretend_rocm`."""
+    return fa_case.pretend_rocm(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -52,7 +51,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> test_fa.Install:
     ],
 )
 def test_ordinary_heads(
-    rocm: test_fa.Install,
+    rocm: fa_case.Install,
     tree: bool,
     shape: dict[str, Any],
     how: dict[str, Any],
@@ -88,10 +87,10 @@ def test_latent_heads(
     machine: dict[str, Any],
 ) -> None:
     """Each row is an entry of its own."""
-    test_mla.pretend_rocm(monkeypatch, tmp_path)(tiny=True, **machine)
-    asked = test_mla.tiny(**changes)
+    latent_case.pretend_rocm(monkeypatch, tmp_path)(tiny=True, **machine)
+    asked = latent_case.tiny(**changes)
     assert RocmAiterMlaBackend.ragged_reasons(asked) == []
-    case = test_mla.Case(asked, LENGTHS, WIDTHS, uniform=True, trees=TREES if tree else ())
+    case = latent_case.Case(asked, LENGTHS, WIDTHS, uniform=True, trees=TREES if tree else ())
     case.metadata = replace(case.metadata, ragged=True, max_query_len=MOST)
     backend = RocmAiterMlaBackend(asked)
     with no_host_sync():

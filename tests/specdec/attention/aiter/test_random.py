@@ -34,10 +34,10 @@ from specdec.attention.mla import IndexerSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.kv_cache import LatentCache
+from tests.helpers import latent_case as latent
+from tests.helpers import sparse_case as sparse
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.attention_case import Case, spec
-from tests.specdec.attention.aiter.latent import test_mla as latent
-from tests.specdec.attention.aiter.latent import test_mla_sparse as sparse
 
 HEAD_DIMS = (64, 96, 128, 256)
 POWERS_OF_TWO = (64, 32, 128, 256)

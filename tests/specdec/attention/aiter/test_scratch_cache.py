@@ -5,6 +5,7 @@ The emulation raises where it has another; AITER reads noise.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +16,14 @@ from evals.divergence import explain_divergence
 from specdec.attention.aiter.scratch import Scratch
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.bounds import assert_as_exact, in_float64
+from tests.helpers.fa_case import BACKENDS, FP8, Install, model_of, pretend_rocm
 from tests.helpers.tiny_models import paged_verifier, random_prompts
-from tests.specdec.attention.aiter.test_fa import BACKENDS, FP8, Install, model_of, rocm
 
-__all__ = ["rocm"]
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """See `pretend_rocm`."""
+    return pretend_rocm(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("layout", BACKENDS)

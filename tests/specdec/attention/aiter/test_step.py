@@ -21,11 +21,11 @@ from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerRows, MlaRows
 from tests.helpers import attention_case
+from tests.helpers import fa_case as fa
+from tests.helpers import latent_case as mla
+from tests.helpers import sparse_case as sparse
 from tests.helpers.aiter_emulation import Machine
 from tests.helpers.guards import HostSyncError, no_host_sync
-from tests.specdec.attention.aiter import test_fa as fa
-from tests.specdec.attention.aiter.latent import test_mla as mla
-from tests.specdec.attention.aiter.latent import test_mla_sparse as sparse
 from tests.specdec.attention.aiter.latent.test_mla_prefill import DeviceTensor
 
 NUM_LAYERS = 3

@@ -16,23 +16,22 @@ from specdec.base.blocks import MAX_NODES
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.sampling.params import SamplingParams
+from tests.helpers import fa_case, latent_case
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.helpers.trees import random_trees
-from tests.specdec.attention.aiter import test_fa
-from tests.specdec.attention.aiter.latent import test_mla
 from tests.specdec.attention.aiter.test_generation import CHANGES, Rocm
 
 E4M3 = torch.float8_e4m3fnuz
 
 
 @pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> test_fa.Install:
-    """See `test_fa.pretend_rocm`."""
-    return test_fa.pretend_rocm(monkeypatch, tmp_path)
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> fa_case.Install:
+    """See `fa_case.pretend_rocm`."""
+    return fa_case.pretend_rocm(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> test_fa.Install:
     ],
 )
 def test_ordinary_heads(
-    rocm: test_fa.Install, drafts: int, shape: dict[str, Any], sinks: bool, machine: dict[str, Any]
+    rocm: fa_case.Install, drafts: int, shape: dict[str, Any], sinks: bool, machine: dict[str, Any]
 ) -> None:
     """Both tiers and caches; contexts of all lengths, none and less than the rows too; the host
     never waits.
@@ -73,7 +72,7 @@ def test_ordinary_heads(
     assert [call.name for call in calls].count("flash_attn_with_kvcache") == 2
 
 
-def test_what_the_cache_rounds_is_rounded_among_rows_too(rocm: test_fa.Install) -> None:
+def test_what_the_cache_rounds_is_rounded_among_rows_too(rocm: fa_case.Install) -> None:
     """As rows of a chain read each other, so that both decode alike;
     the largest numbers saturate.
     """
@@ -105,11 +104,11 @@ def test_latent_heads(
     machine: dict[str, Any],
 ) -> None:
     """Each row lists the context and what is above it; plans of one size share their memory."""
-    test_mla.pretend_rocm(monkeypatch, tmp_path)(tiny=True, **machine)
-    asked = test_mla.tiny(**changes)
+    latent_case.pretend_rocm(monkeypatch, tmp_path)(tiny=True, **machine)
+    asked = latent_case.tiny(**changes)
     assert RocmAiterMlaBackend.tree_reasons(asked) == []
     lengths = [drafts + 1 + context for context in (40, 0, 3, 33)]
-    case = test_mla.Case(
+    case = latent_case.Case(
         asked, lengths, [drafts + 1] * 4, uniform=True, trees=random_trees(4, drafts)
     )
     backend = RocmAiterMlaBackend(asked)
@@ -153,7 +152,7 @@ def decoded(engine: SpecEngine, prompts: list[list[int]]) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-def test_refusals(rocm: test_fa.Install) -> None:
+def test_refusals(rocm: fa_case.Install) -> None:
     """Every reason at once; none of them stands against chains."""
     rocm("0.1.15")
     asked = spec(windows=frozenset({None, 9}), softcap=3.0)
@@ -165,5 +164,5 @@ def test_refusals(rocm: test_fa.Install) -> None:
     ]
     assert RocmAiterFaBackend.unsupported_reasons(asked) == []
     assert RocmAiterFaShuffleBackend.tree_reasons(asked)[3].startswith("the shuffled layout")
-    sparse = test_mla.spec(indexer=IndexerSpec(64, 128, 2048))
+    sparse = latent_case.spec(indexer=IndexerSpec(64, 128, 2048))
     assert "indexer" in RocmAiterMlaSparseBackend.tree_reasons(sparse)[0]

@@ -27,9 +27,9 @@ from specdec.kernels import aiter, aiter_triton_only
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_generation import generate, wide_dflash
 from tests.helpers.attention_case import Case, spec
+from tests.helpers.fa_case import model_of, on
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier
-from tests.specdec.attention.aiter.test_fa import model_of, on
 from verifiers.config.shape import attention_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

@@ -15,9 +15,9 @@ from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.model.scratch import next_token_logits
 from tests.helpers import sparse_case
 from tests.helpers.aiter_generation import generate, wide_dflash
+from tests.helpers.latent_case import pretend_rocm
 from tests.helpers.tiny_configs import TOPK
 from tests.helpers.tiny_models import paged_verifier, plain_model
-from tests.specdec.attention.aiter.latent.test_mla import pretend_rocm
 
 
 @pytest.mark.parametrize("indexed", [False, True])

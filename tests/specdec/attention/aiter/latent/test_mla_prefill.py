@@ -25,7 +25,7 @@ from tests.helpers.aiter_emulation import Machine
 from tests.helpers.aiter_emulation_case import assert_rounded_once
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import HostSyncError
-from tests.specdec.attention.aiter.latent.test_mla import (
+from tests.helpers.latent_case import (
     FP8,
     SHAPES,
     Case,

@@ -21,9 +21,8 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_generation import wide_dflash
 from tests.helpers.guards import guard_steps
-from tests.helpers.sparse_case import FP8, Install, pretend_rocm
+from tests.helpers.sparse_case import FP8, Install, pretend_rocm, rounded
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
-from tests.specdec.attention.aiter.latent.test_mla_sparse import rounded
 
 INDEX_HEAD_DIM = 16
 """Index keys wide enough to be moved 16 bytes at a time."""
