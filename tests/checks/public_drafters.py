@@ -56,6 +56,7 @@ SYMBOLS = {
     "r": "selector_rank", "R": "markov_rank", "G": "gru_hidden_dim", "E": "emb_dim",
     "q": "q_lora_rank", "c": "kv_lora_rank", "n": "qk_nope_head_dim", "p": "qk_rope_head_dim",
     "v": "v_head_dim", "d": "global_head_dim", "k": "num_global_key_value_heads",
+    "x": "xpress_rank", "m": "xpress_mlp_hidden", "B": "block_size",
 }  # fmt: skip
 """Letters of the shapes, and the keys that give them; X is the width of the taps together."""
 
@@ -66,6 +67,7 @@ TINY = {
     "vocab_size": 112, "draft_vocab_size": 96, "selector_rank": 12, "markov_rank": 20,
     "gru_hidden_dim": 28, "emb_dim": 36, "q_lora_rank": 24, "kv_lora_rank": 32,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "global_head_dim": 16,
+    "xpress_rank": 12, "xpress_mlp_hidden": 24,
     "target_hidden_size": 48, "mask_token_id": 111, "dspark_noise_token_id": 111, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip

@@ -13,15 +13,15 @@ from tests.checks.public_drafters import Row, counts, main, refusal, rows
 from tests.drafters.published.rows import COMPARED
 
 ASSISTANTS = 5 if find_spec("transformers.models.gemma4_assistant") else 0
-LEAST = {"DFlash": 86, "EAGLE-3": 53, "MTP": 29 + ASSISTANTS}
+LEAST = {"DFlash": 87, "EAGLE-3": 53, "MTP": 29 + ASSISTANTS}
 """Rows of each family that load; a number here only grows."""
 
-RUN = {"DFlash": 57, "EAGLE-3": 33}
+RUN = {"DFlash": 58, "EAGLE-3": 33}
 """The same on one GPU of 192 GB, with targets and tokenizers; drafts of all of them are compared
 with somebody else's code.
 """
 
-IN_TESTS = {"DFlash": 49, "EAGLE-3": 11}
+IN_TESTS = {"DFlash": 50, "EAGLE-3": 11}
 """Of these, the rows that a test compares."""
 
 
@@ -37,7 +37,7 @@ def test_rows_are_those_of_the_list() -> None:
     assert [(row.checkpoint, row.target) for row in rows()] == [
         (entry["checkpoint"], entry["target"]) for entry in listed
     ]
-    assert Counter(row.family for row in rows()) == {"DFlash": 89, "EAGLE-3": 55, "MTP": 46}
+    assert Counter(row.family for row in rows()) == {"DFlash": 90, "EAGLE-3": 55, "MTP": 46}
 
 
 def test_the_count_does_not_fall(found: list[tuple[Row, str | None]]) -> None:
@@ -76,7 +76,7 @@ def test_what_would_run_on_one_gpu(found: list[tuple[Row, str | None]]) -> None:
         assert sums[family]["and compared"] == sums[family]["all of the four"] >= least, sums
         assert sums[family]["and in tests"] >= IN_TESTS[family], sums
     assert (
-        sums["DFlash"]["tokenizer readable"] < 89
+        sums["DFlash"]["tokenizer readable"] < 90
         and sums["DFlash"]["fits"] < sums["DFlash"]["target accepted"]
     )
 

@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from pydantic import BaseModel
+from torch import Tensor
 
 _FOR_DATA_ALONE = (
     "openai",
@@ -35,3 +36,21 @@ def speculators(module: str) -> Any:
         if isinstance(config, type) and issubclass(config, BaseModel):
             config.model_rebuild(_types_namespace={"torch": torch})
     return found
+
+
+def refined(
+    head: Any, passes: int, anchors: Tensor, before: Tensor, rows: Tensor, logits: Tensor
+) -> Tensor:
+    """What free-running passes of an `XPressRefinerHead` draft, int64 [n, B - 1].
+
+    Args:
+        head: of the package.
+        passes: how many.
+        anchors, before: int64 [n], and the tokens before them.
+        rows, logits: [n, B, H] and [n, B, V], of all rows of the blocks.
+    """
+    known, tokens = head.hidden_cache(rows), logits.argmax(-1)
+    for _ in range(passes):
+        previous = torch.cat([before[:, None], anchors[:, None], tokens[:, 1:-1]], dim=1)
+        tokens = (logits + head.block_bias(previous, hcache=known)).argmax(-1)
+    return tokens[:, 1:]

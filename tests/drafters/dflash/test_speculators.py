@@ -3,7 +3,7 @@ of a text we draft the same.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Qwen3Config
 from drafters.convert import convert
 from drafters.load import load_drafter
 from tests.drafters.tiny import Rig, tapped
-from tests.helpers.speculators_reference import speculators
+from tests.helpers.speculators_reference import refined, speculators
 from tests.helpers.tiny_models import paged_verifier, plain_model
 
 TAPS, BLOCK, LENGTH = (1, 2), 6, 20
@@ -69,7 +69,10 @@ def their_drafts(model: Any, kind: str, text: Tensor, features: Tensor) -> list[
     )  # fmt: skip
     if kind == "xpress":
         before = torch.cat([torch.zeros(1, dtype=torch.long), text])[:count]
-        return passes(model, text[:count], before, hidden, logits)
+        rows, base = (x.view(count, BLOCK, -1) for x in (hidden, logits))
+        times = model.config.num_jacobi_passes
+        tokens = refined(model.refiner_head, times, text[:count], before, rows, base)
+        return cast(list[list[int]], tokens.tolist())
     first = 0 if model.config.sample_from_anchor else 1
     blocks = zip(
         hidden.view(count, BLOCK, -1)[:, first:],
@@ -92,20 +95,6 @@ def their_drafts(model: Any, kind: str, text: Tensor, features: Tensor) -> list[
             drafts.append(int(previous))
         found.append(drafts)
     return found
-
-
-def passes(
-    model: Any, anchors: Tensor, before: Tensor, hidden: Tensor, logits: Tensor
-) -> list[list[int]]:
-    """What XPress's free-running passes make of blocks, as many as its config says."""
-    head, blocks = model.refiner_head, (len(anchors), BLOCK, -1)
-    known, base = head.hidden_cache(hidden.view(blocks)), logits.view(blocks)
-    tokens = base.argmax(-1)
-    for _ in range(model.config.num_jacobi_passes):
-        previous = torch.cat([before[:, None], anchors[:, None], tokens[:, 1:-1]], dim=1)
-        tokens = (base + head.block_bias(previous, hcache=known)).argmax(-1)
-    drafts: list[list[int]] = tokens[:, 1:].tolist()
-    return drafts
 
 
 def our_drafts(drafter: Any, text: Tensor, features: Tensor) -> list[list[int]]:

@@ -17,7 +17,7 @@ from tests.drafters.tiny import FakeVerifier, Rig
 
 COMPARED = {
     "dflash": ("z-lab", "z-lab, Qwen3.5 on", "z-lab DFlash 2", "JetSpec", "DeepSpec DFlash"),
-    "dflash, and heads of speculators": ("DeepSpec DSpark", "SpecForge DSpark"),
+    "dflash, and heads of speculators": ("DeepSpec DSpark", "SpecForge DSpark", "XPress"),
     "speculators": ("speculators DFlash", "speculators DFlash 2", "speculators DSpark"),
     "speculators, EAGLE-3": ("speculators EAGLE-3",),
     "speculators, P-EAGLE": ("speculators P-EAGLE",),
@@ -123,10 +123,11 @@ def our_drafts(case: Published) -> dict[int, Drafts]:
     rig, found, known = Rig(drafter, case.verifier, num_reqs=1), {}, 0
     assert isinstance(rig.bound, BoundDFlash)
     for place in PLACES:
-        rig.prefill(0, case.features[known:place], known)
+        new = slice(known, place)
+        rig.prefill(0, case.features[new], known, case.text[new])
         known = place
         batch = rig.batch([int(case.text[place])], [place], drafter.max_draft_tokens)
-        hidden = rig.bound.draft_hidden(batch)[0]
+        hidden = rig.bound.draft_hidden(batch)[0, -drafter.max_draft_tokens :]
         token_ids = rig.bound.propose(batch).token_ids[0].tolist()
         found[place] = Drafts(hidden, rig.bound.logits(hidden), token_ids)
     return found

@@ -1,6 +1,6 @@
 """Each public drafter in z-lab's layout drafts as the public `dflash` package does, and so do those
-of JetSpec, DeepSpec and SpecForge, whose network is the same; Markov heads are those of the public
-`speculators`.
+of JetSpec, DeepSpec, SpecForge and XPress, whose network is the same; Markov heads and refiners are
+those of the public `speculators`.
 """
 
 import copy
@@ -22,7 +22,7 @@ from tests.drafters.published.rows import (
 )
 from tests.drafters.tiny import input_table
 from tests.helpers.bounds import Float64, assert_as_exact
-from tests.helpers.speculators_reference import speculators
+from tests.helpers.speculators_reference import refined, speculators
 
 reference: Any = pytest.importorskip("dflash.model")
 
@@ -45,13 +45,14 @@ def their_drafts(case: Published, model: Any) -> dict[int, Drafts]:
     for place in PLACES:
         block = torch.full((1, model.block_size), model.mask_token_id)
         block[0, 0] = case.text[place]
-        hidden = model(
+        rows = model(
             target_hidden=case.features[None, known:place].to(kind),
             noise_embedding=torch.nn.functional.embedding(block, table) * scale,
             position_ids=torch.arange(known, place + model.block_size)[None],
             past_key_values=cache,
             use_cache=True,
-        )[:, first:]
+        )
+        hidden = rows[:, first:]
         reference._crop_to(cache, place)
         known = place
         logits = model.compute_logits(hidden, lambda rows: rows @ head.T)
@@ -60,6 +61,10 @@ def their_drafts(case: Published, model: Any) -> dict[int, Drafts]:
             drafts = model.propose(hidden, anchor, lambda rows: rows @ head.T, 0.0)[0]
         elif spark:
             drafts = walk(markov_head(case).to(kind), hidden, logits, anchor)
+        elif case.row.layout == "XPress":
+            base = model.compute_logits(rows, lambda rows: rows @ head.T)
+            given = anchor, case.text[place - 1 : place], rows, base
+            drafts = refined(refiner(case).to(kind), case.config["xpress_num_passes"], *given)
         else:
             drafts = logits.argmax(-1)
         found[place] = Drafts(hidden[0], logits[0], drafts[0].tolist())
@@ -80,6 +85,31 @@ def markov_head(case: Published) -> Any:
         draft_vocab_size=vocab_size,
         markov_rank=rank,
         hidden_size=case.verifier.hidden_size,
+    )
+    head.load_state_dict(tensors)
+    return head
+
+
+def refiner(case: Published) -> Any:
+    """The head of the package with the tensors of the file."""
+    names = {
+        "w1.": "token_embed.", "w2.": "readout.", "mix.L": "mix_l", "mlp.gate_proj.": "mlp_gate.",
+        "mlp.up_proj.": "mlp_up.", "mlp.down_proj.": "mlp_down.",
+    }  # fmt: skip
+    tensors = {}
+    for name, tensor in case.tensors.items():
+        if name.startswith("xpress_head."):
+            own = name.removeprefix("xpress_head.")
+            start = next((start for start in names if own.startswith(start)), "")
+            tensors[names.get(start, "") + own.removeprefix(start)] = tensor
+    vocab_size, rank = tensors["token_embed.weight"].shape
+    head = speculators("models.xpress.model_definitions").XPressRefinerHead(
+        verifier_vocab_size=vocab_size,
+        draft_vocab_size=vocab_size,
+        hidden_size=case.verifier.hidden_size,
+        block_size=case.config["block_size"],
+        rank=rank,
+        mlp_ratio=len(tensors["mlp_gate.weight"]) // rank,
     )
     head.load_state_dict(tensors)
     return head
