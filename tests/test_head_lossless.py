@@ -155,8 +155,9 @@ def test_a_refiner_is_told_the_token_before_the_anchor(
 
     monkeypatch.setattr(BoundDFlash, "propose", noted)
     monkeypatch.setattr("tests.test_head_lossless.guard_steps", lambda engine: None)
-    drafter = OracleDrafter(case().texts, case().logits, K, head=small_head(HEADS["refiner"]))
+    drafter = random_dflash(case().verifier, block_size=K + 1, head=HEADS["refiner"])
     requests = case().run(drafter, **shape)
+    assert any(count > 1 for request in requests for count in request.num_emitted)
     texts = [[*request.prompt_token_ids, *request.output_token_ids] for request in requests]
     known = {(n, *text[n - 1 : n + 1]) for text in texts for n in range(1, len(text))}
     assert found <= known and len(found) > len(texts)

@@ -98,15 +98,12 @@ class BoundOracle(BoundDFlash):
         return hidden
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
-        rows = batch.forward
-        last = rows.metadata.query_start_loc[1:] - 1
-        self._keep_before(batch.slots, last, rows.token_ids, verify)
+        pass
 
     def commit(
         self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
     ) -> None:
-        first = torch.arange(0, token_ids.numel(), token_ids.shape[1])
-        self._keep_before(batch.slots, first + accept.num_accepted, token_ids.reshape(-1), verify)
+        pass
 
 
 @torch.inference_mode()

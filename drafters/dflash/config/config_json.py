@@ -138,6 +138,8 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     if config.algorithm in ("dspark", "xpress") and not config.tied_tables:
         # where vLLM 0.33 looks for a head
         top = head | {"sample_from_anchor": config.sample_from_anchor}
+    if config.algorithm == "xpress":  # or vLLM takes it that a block has as many rows as it drafts
+        top["xpress_block_size"] = config.block_size
     return (
         result
         | {name: value for name, value in optional.items() if value is not None}

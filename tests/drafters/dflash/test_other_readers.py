@@ -17,6 +17,7 @@ from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.config.config_json import config_json, misreading
 from drafters.dflash.config.layout import Layout, parse_config
 from drafters.dspark.markov import MarkovConfig
+from drafters.xpress.refiner import XPressConfig
 from specdec.base.errors import CheckpointError
 from tests.drafters.tiny import TINY, write_tiny_dflash
 
@@ -136,6 +137,16 @@ def test_vllm_finds_the_head(layout: Layout, from_anchor: bool) -> None:
         # by which it knows the kind
         assert raw["architectures"] == ["DSparkDraftModel"] and raw["model_type"] == "qwen3"
     assert parse_config(raw).head == config.head
+
+
+def test_vllm_finds_a_refiner() -> None:
+    """By the class, and the sizes where its pull request 54448 looks for them."""
+    config = replace(TINY, head=XPressConfig(6, 3, 4))
+    raw = config_json(config, "z-lab", dtype="float32")
+    sizes = "xpress_rank", "xpress_mlp_hidden", "xpress_num_passes", "xpress_block_size"
+    assert [raw[name] for name in sizes] == [6, 18, 4, config.block_size]
+    assert raw["architectures"] == ["Qwen3XPressModel"] and raw["sample_from_anchor"] is False
+    assert parse_config(raw) == config
 
 
 def test_no_value_of_the_flag_serves_mixed_layers() -> None:
