@@ -43,21 +43,21 @@ DeepSpec's and SpecForge's.
 """
 
 
-_PLAIN = ("qwen3",)
-"""The type of most drafters' layers, looked at first: others take seconds to import."""
+_COMMON = {
+    "architectures", "attention_bias", "attention_dropout", "dtype", "head_dim", "hidden_act",
+    "hidden_size", "initializer_range", "intermediate_size", "layer_types",
+    "max_position_embeddings", "max_window_layers", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "rms_norm_eps", "rope_parameters", "sliding_window",
+    "tie_word_embeddings", "use_cache", "use_sliding_window", "vocab_size",
+}  # fmt: skip
+"""Keys of Qwen3, as which most drafters' layers are: to ask Transformers' classes takes seconds."""
 
 
 def is_copied(key: str) -> bool:
     """Whether a key is one of language models, or of Transformers itself."""
-    return (
-        key in _OTHERS
-        or _PARTS.fullmatch(key) is not None
-        or key in _declared(_PLAIN)
-        or key in _declared(_all_kinds())
-    )
+    return key in _OTHERS | _COMMON or _PARTS.fullmatch(key) is not None or key in _declared()
 
 
-@cache
 def _all_kinds() -> tuple[str, ...]:
     """Model types of Transformers' language models, and of the text parts of others."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -69,12 +69,12 @@ def _all_kinds() -> tuple[str, ...]:
 
 
 @cache
-def _declared(kinds: tuple[str, ...]) -> frozenset[str]:
-    """What configs of these types declare, and what older versions wrote of generation."""
+def _declared() -> frozenset[str]:
+    """What configs of language models declare, and what older versions wrote of generation."""
     from transformers import GenerationConfig
 
     return (
-        frozenset(name for kind in kinds for name in _fields(kind))
+        frozenset(name for kind in _all_kinds() for name in _fields(kind))
         | GenerationConfig().to_dict().keys()
     )
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from specdec.device import self_check
+from verifiers.config import recalled
 
 _folders = itertools.count()
 gc.disable()  # until all tests are collected: what is imported stays
@@ -75,9 +76,12 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True)
 def first_start(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No test reads another's verdicts of self-checks, and none writes to the user's cache."""
+    """No test reads another's verdicts of self-checks, nor what another has found out of a target,
+    and none writes to the user's cache.
+    """
     folder = tmp_path_factory.getbasetemp() / f"verdicts{next(_folders)}"
     monkeypatch.setattr(self_check, "cache_folder", lambda: folder)
+    monkeypatch.setattr(recalled, "cache_folder", lambda: folder)
     monkeypatch.setattr(self_check, "_known", {})
     monkeypatch.delenv(self_check.VARIABLE, raising=False)
 

@@ -1,11 +1,40 @@
 """Reading single entries of a model's config."""
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from specdec.base.errors import CheckpointError
+
+
+class PlainConfig(SimpleNamespace):
+    """The config of a text model as `verifiers.config.recalled` knows it from an earlier start: its
+    entries, without transformers' class.
+
+    Attributes:
+        undeclared: entries of the file that transformers does not have for models of this type.
+        unkept: what its class has and no JSON file holds, which nothing here reads.
+        shapes: see `verifiers.config.wrappers.shapes_of`.
+        of_class: what is known of the model's class, see `verifiers.config.wrappers.ClassFacts`.
+        tokenizer: module and name of the tokenizer's class, if it reads tokenizer.json alone.
+        text_only: see `verifiers.config.wrappers.say_text_only`.
+        media: see `verifiers.config.wrappers.media_token_ids`.
+    """
+
+    undeclared: frozenset[str]
+    shapes: dict[str, torch.Size]
+    of_class: Any
+    tokenizer: tuple[str, str] | None
+    text_only: str
+    media: dict[int, str]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("unkept", ()):
+            raise RuntimeError(f"{name} of a config is read, and is none of what is kept of it")
+        raise AttributeError(f"a {self.__dict__.get('model_type')!r} config has no {name!r}")
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
@@ -32,7 +61,10 @@ def declared(config: Any, name: str, default: Any = None) -> Any:
     whatever a file says.
     """
     kind: Any = type(config)
-    known = not isinstance(config, PreTrainedConfig) or _has(kind, name)
+    if isinstance(config, PlainConfig):
+        known = name not in config.undeclared
+    else:
+        known = not isinstance(config, PreTrainedConfig) or _has(kind, name)
     return getattr(config, name, default) if known else default
 
 

@@ -1,8 +1,8 @@
 """Finding and reading a target by name.
 
 What our own layers run is read without transformers' modules, and quantized weights always are. The
-embedded model takes a way of its own, without transformers' model code, so that a start takes a
-second or two instead of five.
+embedded model takes a way of its own, and `verifiers.config.recalled` knows other targets from an
+earlier start: neither imports transformers' model code, which takes longer than the rest.
 """
 
 import json
@@ -29,12 +29,14 @@ from specdec.base.errors import CheckpointError, UnsupportedModelError
 from specdec.layers.packed.check import keeps_blocks, keeps_packed
 from specdec.model.core import Verifier
 from specdec.parallel.group import Group
+from verifiers.config import recalled
 from verifiers.config.families import describe
 from verifiers.config.generation import read_generation
 from verifiers.config.reading import blamed, check_numbers, check_sizes, read
 from verifiers.config.shape import backend_spec, context_limits, peculiarity
 from verifiers.decoder import Checkpoint, DecoderVerifier
 from verifiers.description import Description
+from verifiers.entries import PlainConfig
 from verifiers.formats.format import Stored, check_floats
 from verifiers.weights.embedded import BLOCKS, EMBEDDED, embedded_model_path, read_blocks
 from verifiers.weights.shards import Shard, sharded
@@ -87,7 +89,7 @@ def load_verifier(
             f"the target is a {type(name).__name__}; give a folder, a hub name, or {EMBEDDED!r}"
         )
     given, name = name, str(name)
-    direct = name == EMBEDDED and fuse and group is None
+    direct, place, known = name == EMBEDDED and fuse and group is None, None, None
     path = (
         embedded_model_path()
         if name == EMBEDDED
@@ -100,9 +102,11 @@ def load_verifier(
         shard, spec = None, backend_spec(config, **options)
     else:
         entries = checkpoint_config(given, path, what="target")
-        whole, config, shard, spec = _understood(name, path, entries, group, fuse, options)
+        place = recalled.place_of(name, path, entries) if fuse else None
+        known = recalled.recall(place)
+        whole, config, shard, spec = _understood(name, path, entries, known, group, fuse, options)
     backend = select_backend(attention, spec)
-    tokenizer = tokenizer_in(path, name)
+    tokenizer = tokenizer_in(path, name, None if known is None else known.tokenizer)
     generation = read_generation(
         name,
         path,
@@ -145,7 +149,10 @@ def load_verifier(
             partial(_blame_of_shapes, folder),
             shard,
         )
-        verifier = _own(reading, fuse) or _theirs(reading, fuse)
+        own = _own(reading, fuse)
+        if own is not None and known is None and (group is None or group.rank == 0):
+            recalled.keep(place, whole, tokenizer)
+        verifier = own or _theirs(reading, fuse)
         verifier.media_token_ids = media_token_ids(whole)
     verifier.eos_token_ids, verifier.defaults = generation.ends, generation.defaults
     return verifier, tokenizer
@@ -155,20 +162,23 @@ def _understood(
     name: str,
     path: Path,
     entries: Mapping[str, Any],
+    known: PlainConfig | None,
     group: Group | None,
     fuse: bool,
     options: dict[str, Any],
 ) -> tuple[Any, Any, Shard | None, AttentionSpec | MlaSpec]:
     """The config of a target, that of its text part, this rank's shard, and what it asks of an
-    attention backend.
+    attention backend; `known` is both configs, from an earlier start.
     """
     from verifiers.config.wrappers import config_of, read_config, text_config
-    from verifiers.support import check_supported
 
     def judge(whole: Any) -> tuple[Any, Any, Shard | None, AttentionSpec | MlaSpec]:
         config = text_config(whole)
-        check_sizes(config)
-        check_supported(name, whole)
+        if known is None:
+            from verifiers.support import check_supported
+
+            check_sizes(config)
+            check_supported(name, whole)
         shard = None if group is None else _shard(config, group, name, fuse)
         context_limits(config, own=True)
         return whole, config, shard, backend_spec(sharded(config, group), **options)
@@ -178,7 +188,7 @@ def _understood(
 
     def judge_file() -> tuple[Any, Any, Shard | None, AttentionSpec | MlaSpec]:
         check_numbers(entries)
-        return judge(read_config(str(path)))
+        return judge(read_config(str(path)) if known is None else known)
 
     return read(name, "config", judge_file, blame)
 

@@ -270,6 +270,13 @@ _GGUF_ON_CPUS = (
     " the exact numbers."
 )
 
+_STARTS = (
+    "The first start of a target asks Transformers' classes what its config means, and importing"
+    " them takes longer than the rest of a start. What it finds out is kept in"
+    " `$SPECDEC_CACHE/configs` (`~/.cache/specdec/configs`) for the next ones, until a small file"
+    " of the checkpoint or a version changes."
+)
+
 _FORMAT_NOTE = (
     "By `quant_method` of `quantization_config`; of drafters weights become plain. Integers of up"
     " to four bits take"
@@ -308,6 +315,8 @@ def page() -> str:
         *_size_lines(own),
         "",
         "In bfloat16. States are float32; with them come the inputs of the rows of a step, 8 here.",
+        "",
+        *_lines(_STARTS),
         "",
         "## How long a request may be",
         "",

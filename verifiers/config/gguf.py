@@ -1,7 +1,5 @@
 """The config of a model from what its GGUF file says."""
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from specdec.base.errors import UnsupportedModelError
 from verifiers.config.families import ARCHITECTURES
 from verifiers.gguf.file import Entries, Facts
@@ -30,6 +28,8 @@ def config_of(facts: Facts) -> Entries:
         UnsupportedModelError: a family that is not read.
         CheckpointError: the file does not say what it has to.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     name = facts.files.architecture
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(

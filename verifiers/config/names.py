@@ -6,8 +6,6 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
-
 from verifiers.config.families import family_of
 from verifiers.config.places import UNUSED
 from verifiers.family import Prediction
@@ -99,27 +97,3 @@ def predicts(config: Any, names: Collection[str] = ()) -> bool:
         )
         return layers is not None and any(stated)
     return any(prediction_name(name, config, layers) is not None for name in names)
-
-
-def class_facts(config: Any, dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """What transformers' class of a model says of its tensors: expressions for those in float32,
-    and for those to be left out.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    found = found[0] if isinstance(found, tuple) else found
-    kept = set(family_of(config).wide)
-    if dtype in (torch.float16, torch.bfloat16):
-        kept |= set(getattr(found, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        kept |= set(getattr(found, "_keep_in_fp32_modules", None) or ())
-    return sorted(kept), list(getattr(found, "_keys_to_ignore_on_load_unexpected", None) or ())
-
-
-def wide_names(config: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """An expression for the tensors of a model that are float32 whatever `dtype` the others have;
-    None where there are none.
-    """
-    kept = class_facts(config, dtype)[0]
-    return re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None

@@ -2,35 +2,30 @@
 tensors, without the tower.
 """
 
+from __future__ import annotations
+
 import copy
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_MAPPING,
-)
+from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from specdec.base.errors import CheckpointError
 from specdec.device.meta import shapes_alone
-from verifiers.config.families import READ_AS
+from verifiers.config.families import READ_AS, family_of
 from verifiers.config.names import EMBEDDING, HEAD, TEXT_PART
+from verifiers.entries import PlainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +48,8 @@ _SENSES = {"image": "an image", "video": "a video", "audio": "a sound"}
 
 def read_config(path: str) -> PreTrainedConfig:
     """The config of a checkpoint, of the composite if it is one."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
     entries = config_entries(path)
     model_type = entries.get("model_type")
     if isinstance(model_type, str) and (model_type in READ_AS or model_type in CONFIG_MAPPING):
@@ -73,6 +70,8 @@ def config_of(entries: dict[str, Any]) -> PreTrainedConfig:
     Raises:
         ValueError: transformers knows no such model type.
     """
+    from transformers import AutoConfig
+
     kept = _with_types(_settled(entries))
     kept = {name: value for name, value in kept.items() if name not in ("model_type", "auto_map")}
     model_type = entries.get("model_type", "")
@@ -123,7 +122,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of the text part, with what stands in the outer one alone; of a text model the
     config itself.
     """
-    if not is_composite(config):
+    if isinstance(config, PlainConfig) or not is_composite(config):
         return config
     text: PreTrainedConfig = copy.deepcopy(config.get_text_config(decoder=True))
     # The composite ties by its own entry, whatever the nested one says.
@@ -138,6 +137,8 @@ def media_token_ids(config: PreTrainedConfig) -> dict[int, str]:
     """Token ids that stand for what a tower would have seen or heard, with what that is in words;
     empty for a text model.
     """
+    if isinstance(config, PlainConfig):
+        return config.media
     if not is_composite(config):
         return {}
     found = {}
@@ -152,16 +153,66 @@ def text_class(config: PreTrainedConfig) -> Any:
     """The causal language model of a text config; None where transformers has the bare text model
     alone, or nothing.
     """
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    from transformers.models.auto import modeling_auto as auto
+
+    found: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if found is None and not is_composite(config):  # transformers has Mistral 4 on another list
-        found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+        found = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
 
 
 def bare_class(config: PreTrainedConfig) -> Any:
     """The model of a text config without a head; None where there is none."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
     found: Any = MODEL_MAPPING.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
+
+
+class ClassFacts(NamedTuple):
+    """What transformers' class of a text model says of its tensors.
+
+    Attributes:
+        missed: expressions for names that files may lack.
+        ignored: expressions for names in files that the model lacks, beyond its last layer.
+        wide: parts of names of tensors that are float32 where others have 16 bits.
+        wider: the same where others are float16.
+    """
+
+    missed: Sequence[str]
+    ignored: Sequence[str]
+    wide: Sequence[str]
+    wider: Sequence[str]
+
+
+def class_facts(config: Any) -> ClassFacts:
+    """What transformers' class of a text model says of its tensors."""
+    if isinstance(config, PlainConfig):
+        facts: ClassFacts = config.of_class
+        return facts
+    found = text_class(config)
+
+    def said(name: str) -> list[str]:
+        return sorted(getattr(found, name, None) or ())
+
+    return ClassFacts(
+        said("_keys_to_ignore_on_load_missing"),
+        said("_keys_to_ignore_on_load_unexpected"),
+        said("_keep_in_fp32_modules_strict"),
+        said("_keep_in_fp32_modules"),
+    )
+
+
+def wide_names(config: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """An expression for the tensors of a model that are float32 whatever `dtype` the others have;
+    None where there are none.
+    """
+    facts, kept = class_facts(config), set(family_of(config).wide)
+    if dtype in (torch.float16, torch.bfloat16):
+        kept |= set(facts.wide)
+    if dtype == torch.float16:
+        kept |= set(facts.wider)
+    return re.compile("|".join(name.replace("*", ".*") for name in sorted(kept))) if kept else None
 
 
 def shapes_of(config: Any) -> dict[str, torch.Size]:
@@ -171,6 +222,8 @@ def shapes_of(config: Any) -> dict[str, torch.Size]:
     Raises:
         CheckpointError: a tensor would be empty, as of a size of 0.
     """
+    if isinstance(config, PlainConfig):
+        return dict(config.shapes)
     own = text_class(config)
     found: Any = own or bare_class(config)
     with shapes_alone(), warnings.catch_warnings():
@@ -196,15 +249,19 @@ def shapes_of(config: Any) -> dict[str, torch.Size]:
 
 def say_text_only(config: PreTrainedConfig) -> None:
     """Logs which parts of a composite are left out; nothing of a text model."""
-    if is_composite(config):
-        parts = ", ".join(
-            sorted(
-                part.removesuffix("_config") for part in config.sub_configs if part != "text_config"
-            )
-        )
-        logger.warning(
-            "%s is taken as a text model: text only, without its %s part", config.model_type, parts
-        )
+    if said := text_only(config):
+        logger.warning("%s", said)
+
+
+def text_only(config: Any) -> str:
+    """What `say_text_only` says; empty for a text model."""
+    if isinstance(config, PlainConfig):
+        return config.text_only
+    if not is_composite(config):
+        return ""
+    names = sorted(part.removesuffix("_config") for part in config.sub_configs)
+    parts = ", ".join(name for name in names if name != "text")
+    return f"{config.model_type} is taken as a text model: text only, without its {parts} part"
 
 
 def load_text(
@@ -218,13 +275,15 @@ def load_text(
         dtype: of the weights.
         attention: value of `attn_implementation`.
     """
+    from transformers import AutoModelForImageTextToText
+
     text = text_config(config)
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": attention,
         "output_loading_info": True,
     }
-    with _without_reports():
+    with without_reports():
         if (own := text_class(text)) is not None:
             options["key_mapping"] = dict(TEXT_PART)
             model, report = own.from_pretrained(path, config=text, **options)
@@ -241,8 +300,10 @@ def load_text(
 
 
 @contextmanager
-def _without_reports() -> Iterator[None]:
-    """Keeps transformers from listing the tensors of the tower, which are left out on purpose."""
+def without_reports() -> Iterator[None]:
+    """Keeps transformers from telling, such as of tensors of the tower, which are left out on
+    purpose.
+    """
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

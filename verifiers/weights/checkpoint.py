@@ -21,10 +21,10 @@ from specdec.layers.packed.weight import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
 from verifiers.config.families import family_of
-from verifiers.config.names import EMBEDDING, HEAD, class_facts, name_of, wide_names
+from verifiers.config.names import EMBEDDING, HEAD, name_of
 from verifiers.config.places import EXPERT, place_of
 from verifiers.config.shape import expert_counts
-from verifiers.config.wrappers import shapes_of
+from verifiers.config.wrappers import class_facts, shapes_of, wide_names
 from verifiers.description import TRANSPOSED
 from verifiers.formats.format import Format, Stored, check_finite, check_floats, check_known
 from verifiers.formats.method import format_of, quantization_of
@@ -68,7 +68,7 @@ def read_weights(
         whole = partial(read_gguf, GgufFiles(file), config, shapes_of(config), part=part)
         weights = whole(device=device, dtype=dtype, as_stored=as_stored)
     else:
-        name = partial(name_of, config=config, ignored=class_facts(config, dtype)[1])
+        name = partial(name_of, config=config, ignored=class_facts(config).ignored)
         weights = read_named(
             path, config, name, device=device, dtype=dtype, as_stored=as_stored, shard=shard
         )

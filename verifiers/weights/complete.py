@@ -8,7 +8,7 @@ from typing import Any
 from specdec.base.errors import CheckpointError
 from specdec.layers.packed.gguf import Quantized
 from verifiers.config.names import HEAD
-from verifiers.config.wrappers import shapes_of, text_class
+from verifiers.config.wrappers import class_facts, shapes_of
 from verifiers.formats.format import Stored, check_floats
 from verifiers.weights.shards import Shard
 
@@ -31,9 +31,7 @@ def complete(
     shapes: Mapping[str, Sequence[int]] = shapes_of(config)
     if shard is not None:
         shapes = {name: shard.shape(name, shape) for name, shape in shapes.items()}
-    check_shapes(
-        weights, shapes, getattr(text_class(config), "_keys_to_ignore_on_load_missing", None) or ()
-    )
+    check_shapes(weights, shapes, class_facts(config).missed)
     left = sorted(weights.keys() - shapes.keys() - {HEAD})
     if left:
         logger.warning(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.base.errors import CheckpointError, one_line
 from specdec.layers.packed.gguf import GGUF_TYPES, PLAIN_TYPES, GgufWeight
-from verifiers.config.names import wide_names
+from verifiers.config.wrappers import wide_names
 from verifiers.formats.format import Stored, check_finite
 from verifiers.gguf.file import Blocks, Entry, GgufFiles
 from verifiers.weights.gguf_names import Recipe, Recipes

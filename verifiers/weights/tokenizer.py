@@ -2,13 +2,13 @@
 is split.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdec.base.checkpoint.hub import (
     checkpoint_folder,
@@ -51,14 +51,20 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     )
 
 
-def tokenizer_in(folder: Path, name: str) -> PreTrainedTokenizerBase:
+def tokenizer_in(
+    folder: Path, name: str, kind: Sequence[str] | None = None
+) -> PreTrainedTokenizerBase:
     """The tokenizer of the target that the user calls `name`, whose files are in a folder; errors
     are those of `load_tokenizer`.
+
+    Args:
+        folder, name: see above.
+        kind: module and name of its class, where they are known.
     """
     if name == EMBEDDED:
         load = partial(PreTrainedTokenizerFast.from_pretrained, str(folder))
         return read(name, "tokenizer", load)
-    tokenizer = read(name, "tokenizer", partial(_read, folder, name))
+    tokenizer = read(name, "tokenizer", partial(_read, folder, name, kind))
     of_processor = folder / "chat_template.json"  # which transformers leaves to processors
     if not tokenizer.chat_template and of_processor.is_file():
         template = json_object(of_processor, name, what="target").get("chat_template")
@@ -66,12 +72,17 @@ def tokenizer_in(folder: Path, name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _read(folder: Path, name: str) -> PreTrainedTokenizerBase:
+def _read(folder: Path, name: str, kind: Sequence[str] | None) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase
+    if kind is not None:
+        tokenizer = getattr(import_module(kind[0]), kind[1]).from_pretrained(str(folder))
+        return tokenizer
+    from transformers import AutoTokenizer
+
     from verifiers.config.wrappers import read_config
 
     path = folder / STATED
     stated = json_object(path, name, what="target") if path.is_file() else {}
-    tokenizer: PreTrainedTokenizerBase
     if not (folder / WHOLE).is_file():
         if reason := _reason([path.name for path in folder.iterdir()], stated, folder):
             raise UnsupportedModelError(f"the tokenizer of target {name!r} {reason}; {_WAY_OUT}")
@@ -124,6 +135,8 @@ def _reason(files: list[str], stated: Mapping[str, Any], folder: Path | None) ->
 
 def _foreign_class(stated: Mapping[str, Any]) -> str | None:
     """The class that a tokenizer_config.json names, where Transformers has none such."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
     named = stated.get("tokenizer_class")
     if not isinstance(named, str) or not named:
         codes = stated.get("auto_map")

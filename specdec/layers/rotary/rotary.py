@@ -374,12 +374,12 @@ def _frequencies(
     if parameters["rope_type"] == "default":
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
-    from transformers import LlamaConfig
+    from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     try:
         # A head of its own width, all of which is rotated.
-        config = LlamaConfig(
+        config = PreTrainedConfig(
             hidden_size=rotated,
             num_attention_heads=1,
             head_dim=rotated,

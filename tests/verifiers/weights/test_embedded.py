@@ -411,27 +411,3 @@ def test_the_direct_way_in_computes_the_same(dtype: torch.dtype) -> None:
     assert torch.equal(*logits)
     assert direct.eos_token_ids == (2,) and set(detour.eos_token_ids) >= {2}
     assert direct.max_model_len == detour.max_model_len
-
-
-@pytest.mark.slow
-def test_a_start_does_not_import_model_code() -> None:
-    """Most of a start was importing it; loading the embedded model must do without."""
-    heavy = [
-        "transformers.modeling_utils",
-        "transformers.models.llama.modeling_llama",
-        "transformers.conversion_mapping",
-    ]
-    code = f"""
-import sys
-from specdec import SpecDecoder
-SpecDecoder.from_pretrained("embedded")
-print([name for name in {heavy} if name in sys.modules])
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[3],
-    )
-    assert found.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,186 @@
+"""What a start keeps of a target for the next: the same model, without Transformers' classes."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.model.core import Verifier
+from tests.drafters.tiny import write_tiny_dflash
+from tests.helpers import tiny_composites
+from tests.helpers.gguf_files import characters, write_gguf
+from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
+from tests.helpers.tiny_models import plain_model, tiny_tokenizer
+from tests.specdec.cli.fake_decoder import python
+from tests.verifiers.test_hf import BLOCK
+from tests.verifiers.weights.test_checkpoint import logits
+from verifiers.config import recalled
+from verifiers.config.wrappers import class_facts, shapes_of, wide_names
+from verifiers.entries import PlainConfig, layer_windows
+from verifiers.load import load_verifier
+
+HEAVY = (
+    "accelerate", "scipy", "sklearn", "sympy", "torch._dynamo", "torch._inductor",
+    "torch.distributed.tensor", "torchvision", "transformers.conversion_mapping",
+    "transformers.modeling_utils", "triton",
+)  # fmt: skip
+"""What Transformers' model code imports, and of itself."""
+
+CLASSES = r"^transformers\.models\.(?!auto\.)\w+\.(configuration|modeling)_"
+
+
+def load(folder: Path, **options: Any) -> tuple[Any, PreTrainedTokenizerBase]:
+    return load_verifier(
+        folder, device=torch.device("cpu"), dtype=torch.float32, block_size=BLOCK, **options
+    )
+
+
+def saved(name: str, folder: Path) -> Path:
+    plain_model(name).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def is_recalled(folder: Path, **options: Any) -> bool:
+    """Whether a load knew the target, and did without its class."""
+    return isinstance(load(folder, **options)[0].config, PlainConfig)
+
+
+def facts(verifier: Verifier) -> list[Any]:
+    """What a verifier says of itself."""
+    names = (
+        "context", "length_rule", "max_model_len", "kv_specs", "windows", "vocab_size",
+        "routed_experts", "eos_token_ids", "media_token_ids", "embedding_scale", "final_softcap",
+    )  # fmt: skip
+    return [getattr(verifier, name) for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CONFIGS, *LATENT_CONFIGS])
+def test_every_family_is_the_same(name: str, tmp_path: Path) -> None:
+    """To the bit, and in types in which some tensors are float32."""
+    saved(name, tmp_path)
+    (first, tokenizer), (second, known) = load(tmp_path), load(tmp_path)
+    assert isinstance(second.config, PlainConfig) and not isinstance(first.config, PlainConfig)
+    assert torch.equal(logits(first), logits(second))
+    assert facts(first) == facts(second)
+    configs = first.config, second.config
+    for read in (shapes_of, class_facts, layer_windows):
+        assert read(configs[0]) == read(configs[1])
+    for dtype in (torch.bfloat16, torch.float16):
+        assert wide_names(configs[0], dtype) == wide_names(configs[1], dtype)
+    assert type(tokenizer) is type(known)
+    assert tokenizer("ab c").input_ids == known("ab c").input_ids
+
+
+@pytest.mark.parametrize("name", ["gemma3", "kimi_k25", "qwen3_5_moe"])
+def test_so_is_the_text_part_of_a_composite(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_composites.save(tiny_composites.composite(name), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        first, second = load(tmp_path)[0], load(tmp_path)[0]
+    assert isinstance(second.config, PlainConfig)
+    assert torch.equal(logits(first), logits(second)) and facts(first) == facts(second)
+    said = [line for line in caplog.messages if "is taken as a text model" in line]
+    assert len(said) == 2 and said[0] == said[1]
+
+
+def change(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "its config": lambda folder: change(folder / "config.json", rms_norm_eps=1e-3),
+    "its tokenizer": lambda folder: change(folder / "tokenizer_config.json", unk_token="<pad>"),
+    "a file more": lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_checkpoint_is_looked_at_anew(what: str, tmp_path: Path) -> None:
+    saved("qwen3", tmp_path)
+    assert [is_recalled(tmp_path) for _ in range(2)] == [False, True]
+    CHANGES[what](tmp_path)
+    assert [is_recalled(tmp_path) for _ in range(2)] == [False, True]
+
+
+def test_what_a_type_knows_nothing_of_stays_unread(tmp_path: Path) -> None:
+    change(saved("llama", tmp_path) / "config.json", sliding_window=3)
+    first, second = load(tmp_path)[0], load(tmp_path)[0]
+    assert isinstance(second.config, PlainConfig)
+    assert set(first.windows) == {None} and set(second.windows) == {None}
+
+
+def test_what_is_no_record_is_made_again(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path)
+    load(tmp_path)
+    (kept,) = (recalled.cache_folder() / "configs").iterdir()
+    whole = kept.read_text()
+    for text in ("", whole[:-20], "[]", "{}", json.dumps(json.loads(whole) | {"media": 3})):
+        kept.write_text(text)
+        assert [is_recalled(tmp_path) for _ in range(2)] == [False, True]
+    assert kept.read_text() == whole
+
+
+def test_nothing_needs_a_place_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise InvalidInputError("there is no such home")
+
+    saved("qwen3", tmp_path)
+    for place in (nowhere, lambda: tmp_path / "config.json"):
+        monkeypatch.setattr(recalled, "cache_folder", place)
+        assert not is_recalled(tmp_path) and not is_recalled(tmp_path)
+
+
+def test_the_oldest_records_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recalled, "MOST", 2)
+    saved("qwen3", tmp_path)
+    for epsilon in (1e-3, 1e-4, 1e-5):
+        change(tmp_path / "config.json", rms_norm_eps=epsilon)
+        assert not is_recalled(tmp_path)
+    assert len(list((recalled.cache_folder() / "configs").iterdir())) == 2
+    assert is_recalled(tmp_path)
+
+
+def test_transformers_modules_are_asked_for_by_name(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path)
+    load(tmp_path)
+    assert is_recalled(tmp_path) and not is_recalled(tmp_path, fuse=False)
+
+
+def test_a_refused_target_is_refused_again(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for _ in range(2):
+        with pytest.raises(SpecDecError, match="no weights"):
+            load(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["embedded", "folder", "drafter", "gguf"])
+def test_a_start_does_not_import_model_code(start: str, tmp_path: Path) -> None:
+    """To import it takes longer than the rest of a start, though our own layers run the model."""
+    given, folder = ["generate", "a", "--max-tokens", "2"], tmp_path / "model"
+    if start == "gguf":
+        write_gguf(tmp_path / "m.gguf", plain_model("qwen2"), "qwen2", tokenizer=characters())
+        given += ["--model", str(tmp_path / "m.gguf")]
+    elif start != "embedded":  # whose RoPE is stretched
+        given += ["--model", str(saved("deepseek_v3" if start == "folder" else "qwen3", folder))]
+    if start == "drafter":
+        given += ["--drafter", str(write_tiny_dflash(tmp_path / "drafter"))]
+    first = python(f"from specdec.cli.main import main; main({given!r})")
+    assert first.returncode == 0, first.stderr
+    found = python(
+        f"import re, sys; from specdec.cli.main import main; main({given!r});"
+        f" heavy = [name for name in sys.modules"
+        f" if name in {HEAVY!r} or re.search({CLASSES!r}, name)];"
+        " sys.exit(', '.join(heavy) or 0)"
+    )
+    assert (found.returncode, found.stdout) == (0, first.stdout), found.stderr
