@@ -10,6 +10,7 @@ from specdec.base.chat.messages import knows_tools
 from specdec.base.chat.tools import FORMATS, ToolFormat
 from specdec.base.errors import InvalidInputError, shown
 from specdec.grammar.calls import NAME
+from specdec.grammar.fields import GRAMMAR_FIELDS, grammar_of
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.schema.refs import Root
 from specdec.grammar.schema.schema import misformed
@@ -51,14 +52,14 @@ class Tools:
         return replace(sampling, grammar=grammar, grammar_after_thinking=behind)
 
     def grammar(self, tokenizer: PreTrainedTokenizerBase, answer: Grammar | None) -> Grammar:
-        """The grammar of answers; `answer` is that of those that call nothing."""
+        """The grammar of answers; `answer` is that of those that call nothing, if there are any."""
         return Grammar.calls(
             self.form.name,
             self.functions,
             required=self.required,
             parallel=self.parallel,
             markers=self.form.markers(tokenizer),
-            answer=answer,
+            answer=None if self.required else answer,
         )
 
 
@@ -99,6 +100,9 @@ def tools_of(
     allowed, required, single = _choice(asked.tool_choice, names)
     if not allowed:
         return None
+    if required and (of_all := _grammar_field(asked)) is not None:
+        what = f"{of_all} says what the whole answer is, and tool_choice asks for calls alone"
+        raise _refusal(of_all, f"{what}; leave one of them out")
     if not knows_tools(tokenizer):
         what = "the chat template tells the model of no tools"
         raise _refusal(
@@ -184,6 +188,14 @@ def _choice(given: Any, names: list[str]) -> tuple[list[str], bool, bool]:
         f"tool_choice is {shown(given)}; choose none, auto, required, or a function:"
         ' {"type": "function", "function": {"name": ...}}',
     )
+
+
+def _grammar_field(asked: ChatRequest) -> str | None:
+    """A field that asks for a grammar, but for `response_format`: OpenAI's clients say that of all
+    the answers of a conversation, and mean those without calls.
+    """
+    names = (name for name in GRAMMAR_FIELDS if name != "response_format")
+    return next((name for name in names if grammar_of({name: getattr(asked, name)})), None)
 
 
 def _named(given: Any, names: list[str]) -> str:

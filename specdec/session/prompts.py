@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.base.chat.messages import check_variables, for_template, readable, template_variables
+from specdec.base.chat.messages import (
+    check_variables,
+    for_template,
+    goes_on,
+    readable,
+    template_variables,
+)
 from specdec.base.config import LoadConfig
 from specdec.base.errors import InvalidInputError, one_line
 from specdec.sampling.params import SamplingParams
@@ -87,7 +93,8 @@ class PromptReader:
         return replace(sampling, prediction=tuple(tokens))
 
     def chat_text(self, messages: Sequence[dict[str, Any]], template: Mapping[str, Any]) -> str:
-        """The text that the chat template makes of messages.
+        """The text that the chat template makes of messages; it ends with the last one where that
+        asks to be gone on with.
 
         Raises:
             InvalidInputError: the tokenizer has no template, or it refuses the messages.
@@ -95,7 +102,11 @@ class PromptReader:
         if not self.has_template:
             what = f"the tokenizer of {self.name!r} has no chat template"
             raise InvalidInputError(f"{what}; give text or token ids")
-        known = for_template(readable(messages), self.tokenizer)
+        messages = readable(messages)
+        if goes_on(messages):
+            go_on = {"add_generation_prompt": False, "continue_final_message": True}
+            template = {**template, **go_on}
+        known = for_template(messages, self.tokenizer)
         try:
             variables = {**self.variables, **template}
             text = self.tokenizer.apply_chat_template(known, tokenize=False, **variables)

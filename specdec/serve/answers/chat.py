@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from specdec.base.chat.messages import check_variables, readable
+from specdec.base.chat.messages import check_variables, goes_on, readable
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.logprobs import Top
 from specdec.serve.answers.answer import Answer
@@ -30,27 +30,26 @@ def chat_text(
     """
     try:
         messages = readable(asked.messages or [])
+        continues = goes_on(messages)
     except InvalidInputError as error:
         raise RequestError(400, str(error), param="messages") from error
     variables = asked.variables
     check_variables(variables, reader.tokenizer)
-    if (
-        asked.continue_final_message
-        and asked.add_generation_prompt
-        and "add_generation_prompt" in asked.model_fields_set
-    ):
-        message = (
-            "continue_final_message goes on with the last message; set add_generation_prompt"
-            " to false"
-        )
-        raise RequestError(400, message, param="continue_final_message")
+    said = asked.model_fields_set
+    if continues and not asked.continue_final_message and "continue_final_message" in said:
+        message = "the last message asks to be gone on with, and continue_final_message is false"
+        raise RequestError(400, f"{message}; leave one out", param="continue_final_message")
+    continues = continues or asked.continue_final_message
+    if continues and asked.add_generation_prompt and "add_generation_prompt" in said:
+        message = "an answer that goes on with the last message has no new beginning"
+        way_out = "set add_generation_prompt to false"
+        raise RequestError(400, f"{message}; {way_out}", param="add_generation_prompt")
     return partial(
         reader.chat_text,
         messages,
         {
-            "add_generation_prompt": asked.add_generation_prompt
-            and not asked.continue_final_message,
-            "continue_final_message": asked.continue_final_message,
+            "add_generation_prompt": asked.add_generation_prompt and not continues,
+            "continue_final_message": continues,
             **({"tools": list(tools)} if tools else {}),
             **variables,
         },

@@ -107,6 +107,33 @@ def test_a_chat_goes_through_the_template(client: openai.OpenAI, decoder: SpecDe
     )
 
 
+@pytest.mark.parametrize("word", ["prefix", "partial"])
+def test_an_answer_goes_on_with_a_last_message_that_asks_for_it(
+    client: openai.OpenAI, decoder: SpecDecoder, word: str
+) -> None:
+    """In the words of DeepSeek and Mistral, and of Kimi and Qwen; over HTTP and in Python."""
+    first, last = CHAT[0], {"role": "assistant", "content": "so be"}
+    wanted = decoder.generate("user: hello\nassistant: so be", max_tokens=9).text
+    way: Any = {"model": MODEL, "max_tokens": 9, "temperature": 0}
+    chat: Any = [{**first, word: False}, {**last, word: True}]
+    made = client.chat.completions.create(messages=chat, **way)
+    assert made.choices[0].message.content == decoder.generate(chat, max_tokens=9).text == wanted
+    plain: Any = [first, {**last, word: False}]
+    new = client.chat.completions.create(messages=plain, **way)
+    assert new.choices[0].message.content == decoder.generate([first, last], max_tokens=9).text
+    assert new.choices[0].message.content != wanted
+    refused: list[tuple[Any, dict[str, bool], str]] = [
+        ([{**last, word: True}, first], {}, f"message 0 has {word}, which only the last message"),
+        ([{**first, word: True}], {}, f"message 0 has {word}, which only the last message"),
+        ([first, {**last, word: "yes"}], {}, f"{word} of message 1 is 'yes'; give true or false"),
+        (chat, {"add_generation_prompt": True}, "set add_generation_prompt to false"),
+        (chat, {"continue_final_message": False}, "leave one out"),
+    ]
+    for messages, more, words in refused:
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.chat.completions.create(messages=messages, extra_body=more, **way)
+
+
 def test_a_stream_adds_up_and_ends_with_its_usage(
     client: openai.OpenAI, decoder: SpecDecoder
 ) -> None:

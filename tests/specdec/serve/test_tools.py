@@ -38,6 +38,11 @@ CITY: Any = {
 }
 TOOLS: Any = [function("get_weather", CITY), function("now")]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+FORCED: tuple[Any, ...] = (
+    "required",
+    NAMED,
+    {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}},
+)
 BLANKS = {"5": -20.0, "6": -20.0}
 ASKED: dict[str, Any] = {
     "model": MODEL,
@@ -364,6 +369,11 @@ def wrong(**changes: Any) -> dict[str, Any]:
         ({"parallel_tool_calls": "no"}, "should be a valid boolean"),
         ({"functions": [{"name": "get"}]}, "give tools and tool_choice instead"),
         ({"tool_choice": "required", "min_tokens": 3}, "min_tokens"),
+        *(({"tool_choice": one, "guided_regex": "a"}, "guided_regex says what") for one in FORCED),
+        (
+            {"tool_choice": NAMED, "structured_outputs": {"choice": ["a"]}},
+            "structured_outputs says",
+        ),
     ],
 )
 def test_what_is_malformed_is_refused_in_one_line(
@@ -374,6 +384,18 @@ def test_what_is_malformed_is_refused_in_one_line(
     body: Any = caught.value.body
     assert words in body["message"] and "\n" not in body["message"]
     assert len(body["message"]) < 300 and body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_format_is_of_answers_without_calls(hermes: openai.OpenAI, choice: Any) -> None:
+    """Clients say it of every answer of a conversation."""
+    way: Any = {**ASKED, "tool_choice": choice, "seed": 3}
+    wanted: Any = {"type": "json_object"}
+    plain, both = (
+        hermes.chat.completions.create(**way, **more).choices[0].message
+        for more in ({}, {"response_format": wanted})
+    )
+    assert called(both) and called(both) == called(plain)
 
 
 def test_some_of_the_tools(hermes: openai.OpenAI) -> None:
