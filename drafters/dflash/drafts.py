@@ -165,11 +165,11 @@ class Drafts:
         base = slots.logits.flatten(0, 1)
         passes = min(head.num_passes, batch.shape.depth)
         chosen = self._choose(block, slots.logits, 0, last=False)
-        for left_over in reversed(range(passes)):
+        for turn in range(1, passes + 1):
             previous = torch.cat([batch.anchors[:, None], chosen.token_ids[:, :-1]], dim=1)
             sides = head.sides(slots.context, previous).flatten(0, 1)
             logits = self._correction(sides, base).view_as(slots.logits)
-            chosen = self._choose(block, logits, 0, last=not left_over)
+            chosen = self._choose(block, logits, 0, last=turn == passes)
         return chosen
 
     def _one_by_one(self, block: _Block, head: Head) -> list[Choice]:

@@ -17,7 +17,7 @@ HEAD_MODULES = (
 )  # fmt: skip
 """What a model calls the parts of its head."""
 ZERO = "markov_w2", "successor_codebook", "embed_proj.2", "readout", "mix_l"
-"""What begins so."""
+"""Parts of the names of weights that begin as zeros."""
 KINDS = {"markov": "vanilla", "gated": "gated"}
 """DSpark's heads by the names of options."""
 

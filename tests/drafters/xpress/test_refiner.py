@@ -19,6 +19,9 @@ from drafters.dflash.config.config_json import config_json
 from drafters.dflash.config.layout import Layout, parse_config
 from drafters.dflash.drafter import BoundDFlash
 from drafters.head import Refiner, left_sides
+from drafters.training.loss.blocks import SequenceBatch, before_anchors, make_blocks
+from drafters.training.loss.losses import LossConfig
+from drafters.training.loss.objective import Objective
 from drafters.xpress.refiner import XPressConfig
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import CheckpointError
@@ -359,3 +362,39 @@ def test_the_token_before_the_anchor_follows_the_accepted_path(tmp_path: Path) -
         verify = VerifyOutput(torch.zeros(len(features), VOCAB), features)
         drafter.commit(replace(batch, context="later" if not k else "now"), tokens, accept, verify)
         assert drafter._before.tolist() == wanted
+
+
+def test_training_is_behind_the_answers_tokens() -> None:
+    """The loss is that of the paper's logits, and everything of the head learns from it, and the
+    anchor's row. Catches another token before the anchor, or a block without that row.
+    """
+    config = xpress()
+    model = tiny_model(config)
+    model.load_state_dict(weights(config))
+    head = HEAD.head(model, lambda tokens: tokens)
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(VOCAB, (2, 20), generator=generator)
+    tokens[[0, 1], [3, 4]], tokens[[0, 1], [2, 3]] = torch.tensor(ANCHORS), torch.tensor(BEFORE)
+    ends = torch.full_like(tokens, 20)
+    batch = SequenceBatch(tokens, torch.tensor([1, 1]), torch.tensor([20, 20]), [20, 20], ends)
+    anchors, valid = torch.tensor([[3], [4]]), torch.ones(2, 1, dtype=torch.bool)
+    blocks = make_blocks(batch, anchors, valid, num_rows=K)
+    before = before_anchors(head, model, batch, torch.zeros(0), anchors)
+    assert before is not None and before.flatten().tolist() == list(BEFORE)
+    first = before_anchors(head, model, batch, torch.zeros(0), torch.zeros_like(anchors))
+    assert first is not None and torch.equal(first, tokens[:, :1])
+    rows = torch.stack([block_rows(config, request) for request in (0, 1)]).detach()
+    rows.requires_grad_()
+    objective = Objective(FakeVerifier().head, LossConfig(gamma=None, dpace_alpha=1.0), head=head)
+    labels, previous = blocks.labels[:, 0], blocks.previous[:, 0]
+    loss, _, matches = objective(rows, labels, blocks.valid[:, 0], previous, None, before[:, 0])
+    expected, weight = torch.zeros((), dtype=torch.float64), torch.arange(K, 0, -1)
+    for request in (0, 1):
+        logprobs = Paper(config, request).logits(labels[request].tolist()).log_softmax(-1)
+        expected -= (weight * logprobs.gather(1, labels[request][:, None])[:, 0]).sum()
+        assert torch.equal(matches[request], logprobs.argmax(-1) == labels[request])
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-3)
+    loss.backward()
+    module = model.get_submodule("refiner_head")
+    assert all(weight.grad is not None and weight.grad.any() for weight in module.parameters())
+    assert rows.grad is not None and rows.grad[:, 0].any(dim=-1).all()

@@ -185,15 +185,20 @@ def couple(toy: Path, *more: str, drafter: str = "drafter", prompts: str = "prom
     )
 
 
-def test_the_command_finds_the_noise_of_the_target(toy: Path) -> None:
+@pytest.mark.parametrize("head", [None, XPressConfig(4)])
+def test_the_command_finds_the_noise_of_the_target(
+    toy: Path, tmp_path: Path, head: HeadConfig | None
+) -> None:
     """In every slot, of a drafter that knows nothing else; what is written loads, and nothing else
     of the file changes.
     """
-    before = json.loads((toy / "drafter" / "config.json").read_text())
-    assert couple(toy, "--temperatures", "2", "0.8") == 0
-    after = json.loads((toy / "drafter" / "config.json").read_text())
+    folder = tmp_path / "drafter"
+    write_drafter(folder, head=head)
+    before = json.loads((folder / "config.json").read_text())
+    assert couple(toy, "--temperatures", "2", "0.8", drafter=str(folder)) == 0
+    after = json.loads((folder / "config.json").read_text())
     assert {name: value for name, value in after.items() if name != "coupling"} == before
-    found = read_checkpoint(toy / "drafter")[0].coupling
+    found = read_checkpoint(folder)[0].coupling
     assert found is not None and found.temperatures == (0.8, 2.0)
     assert min(found.b[1]) > 0.5, "the hotter the target, the more the noise decides"
     assert max(found.a[1]) < 0.5
