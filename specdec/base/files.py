@@ -115,8 +115,9 @@ def read_json(path: Path, *, way_out: str, strict: bool = True) -> dict[str, Any
 
 def read_toml(path: Path, *, way_out: str) -> dict[str, Any]:
     """The table that a TOML file holds; see `read_json`."""
+    content = _content(path, way_out)
     try:
-        return tomllib.loads(_content(path, way_out).decode())
+        return tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
         reason = one_line(error)
         raise InvalidInputError(f"{str(path)!r} is not TOML ({reason}); {way_out}") from error

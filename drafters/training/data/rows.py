@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from specdec.base.errors import InvalidInputError, one_line
-from specdec.base.files import parse_json, parse_object, read_lines, user_path
+from specdec.base.files import parse_json, parse_object, read_lines, reason_of, user_path
 from specdec.base.packages import install_command
 from specdec.session.provenance import sha256_of
 
@@ -18,6 +18,7 @@ CHATS = ("messages", "conversations", "conversation")
 PLAIN = ("question", "prompt", "turns", "instruction")
 """Where a row may hold what is asked; a chat wins over the others, of which there may be one."""
 
+_WAY_OUT = "give a text file with one prompt per line, JSON lines, a JSON array, or parquet"
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -47,8 +48,7 @@ def read_rows(name: str) -> Iterator[tuple[str, Row]]:
     if name.startswith(HUB) or path.suffix == ".parquet":
         yield from ((f"{name}:{place}", row) for place, row in enumerate(data_set(name), start=1))
         return
-    way_out = "give --prompts a file with one prompt per line"
-    lines = read_lines(path, what="prompt", way_out=way_out)
+    lines = read_lines(path, what="prompt", way_out=_WAY_OUT)
     if path.suffix not in (".jsonl", ".json"):
         yield from ((place, {"prompt": line}) for place, line in lines)
     elif lines[0][1].lstrip().startswith("["):
@@ -58,8 +58,20 @@ def read_rows(name: str) -> Iterator[tuple[str, Row]]:
 
 
 def fingerprint(name: str) -> str:
-    """Changes with the content of a file or a data set."""
-    return data_set(name)._fingerprint if name.startswith(HUB) else sha256_of(user_path(name))
+    """Changes with the content of a file or a data set.
+
+    Raises:
+        InvalidInputError: there is no such file, or no such data set.
+    """
+    if name.startswith(HUB):
+        return str(data_set(name)._fingerprint)
+    path = user_path(name)
+    try:
+        return sha256_of(path)
+    except OSError as error:
+        raise InvalidInputError(
+            f"cannot read {str(path)!r}: {reason_of(error)}; {_WAY_OUT}"
+        ) from error
 
 
 @cache

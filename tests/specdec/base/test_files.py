@@ -96,6 +96,11 @@ def test_odd_toml_is_one_line(text: str | bytes, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_is_missing_is_not_called_damaged(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"^cannot read '.*x.toml': no such .*; way out$"):
+        read_toml(tmp_path / "x.toml", way_out="way out")
+
+
 @pytest.mark.parametrize("variable", ["SPECDEC_CACHE", "HOME"])
 def test_a_home_that_nobody_has_is_one_line(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With HOME unset for a user without a name, which a container's number is."""

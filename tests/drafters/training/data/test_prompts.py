@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -18,7 +19,7 @@ from drafters.training.data.prompts import (
     read_prompts,
     vary,
 )
-from drafters.training.data.rows import Messages, conversation
+from drafters.training.data.rows import Messages, conversation, fingerprint, read_rows
 from specdec.base.errors import InvalidInputError
 from tests.drafters.training.toy import (
     write_prompts,
@@ -195,3 +196,10 @@ def test_too_few_prompts_are_refused(tmp_path: Path) -> None:
         InvalidInputError, match="more than 5 questions with an answer, and the files hold 0"
     ):
         make_prompts(TrainConfig(out="x", prompts=(str(file),), heldout=2, few_shot_share=0.5))
+
+
+@pytest.mark.parametrize("read", [fingerprint, lambda name: list(read_rows(name))])
+def test_a_file_that_is_missing_is_one_line(read: Callable[[str], Any], tmp_path: Path) -> None:
+    """Whichever looks at it first: prompts that the target writes come before those of files."""
+    with pytest.raises(InvalidInputError, match=r"^cannot read '.*x.jsonl': no such file.*; give"):
+        read(str(tmp_path / "x.jsonl"))
