@@ -41,8 +41,8 @@ LOST = 0.008
 """Share of the time that drafts may lose on and on, and of the window at once."""
 
 MAX_TREE_ROWS = 2048
-"""Rows of all requests of a step up to which their drafts may form trees. With 256 requests trees of
-7 are the fastest fixed shape of the embedded model on an H100; larger ones take long to capture.
+"""Rows of all requests of a step up to which their drafts may form trees. With 256 requests trees
+of 7 are the embedded model's fastest shape on an H100; larger ones take long to capture.
 """
 
 MIN_SHARED = 8
