@@ -1,7 +1,7 @@
 """A composition of drafters: copying where a text repeats itself, a model where it does not.
 
 Every drafter drafts in every step; on a CPU models are left out of a step where they are not worth
-their time (`worth`). For each request the chain is verified of which most drafts are expected to be
+their time (`gate`). For each request the chain is verified of which most drafts are expected to be
 accepted, or the union of the trees (`union`). What a drafter expects is put right by what was
 accepted of its drafts lately. The tokens that the target puts out tell that of all that drafted,
 not of the chosen one alone, so none has to be tried for it. Drafts are point masses, so whose they
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from drafters.composed.agreement import agreements
 from drafters.composed.calibration import Calibration, Forecasts
+from drafters.composed.gate import Gate, Kind
 from drafters.composed.union import union
-from drafters.composed.worth import Kind, Worth
 from specdec.base.blocks import BlockShape
 from specdec.base.config import DraftSampling
 from specdec.base.errors import InvalidInputError
@@ -155,7 +155,7 @@ class BoundComposed(BoundDrafter):
         self._optional = [
             n for n, part in enumerate(drafter.parts) if part.weight_bytes and not part.late_context
         ]
-        self.worth = Worth()
+        self.gate = Gate()
         self._step: _Step | None = None
 
     def allow(self, max_drafts: int) -> None:
@@ -209,7 +209,7 @@ class BoundComposed(BoundDrafter):
         drafts = {n: self._draft(n, batch) for n in range(len(self.parts)) if n not in optional}
         looked = self._forecasts(drafts, batch).corrected.amax(dim=0).tolist() if optional else None
         middle = perf_counter()
-        if looked is not None and self.worth.pays(kind, looked):
+        if looked is not None and self.gate.pays(kind, looked):
             drafts |= {n: self._draft(n, batch) for n in optional}
         drafts = dict(sorted(drafts.items()))
         models = perf_counter() - middle
@@ -271,14 +271,12 @@ class BoundComposed(BoundDrafter):
         )
         if step.looked is not None:
             (others, models), asked = step.seconds, len(drafts) == len(self.parts)
-            self.worth.took(
-                step.kind, others + perf_counter() - step.end, models if asked else None
-            )
+            self.gate.took(step.kind, others + perf_counter() - step.end, models if asked else None)
             if asked:
                 without = torch.stack([agreed[n] for n in every if n not in self._optional]).amax(
                     dim=0
                 )
-                self.worth.observe(step.looked, (accept.num_accepted - without).tolist())
+                self.gate.observe(step.looked, (accept.num_accepted - without).tolist())
 
     def _limited(self, number: int, batch: DecodeBatch) -> DecodeBatch:
         """The batch for a part that may give fewer drafts than another."""

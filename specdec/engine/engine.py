@@ -69,7 +69,7 @@ class SpecEngine:
         admission: makes and checks requests.
         runner: launches the work of a step; holds what is captured.
         second_tries: of requests whose logits were not finite.
-        spare_work: what makes later steps faster, to be done one by one while there are no
+        idle_work: what makes later steps faster, to be done one by one while there are no
             requests.
         staged: other weights of the drafter, for `exchange`.
         last_step: the last decode step whose results were read.
@@ -89,7 +89,7 @@ class SpecEngine:
         self.max_model_len, self.pipeline_depth = parts.max_model_len, parts.pipeline_depth
         self.timer, self.kv_cache, self.pool = parts.timer, parts.kv_cache, parts.pool
         self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
-        self.spare_work: deque[Callable[[], None]] = deque()
+        self.idle_work: deque[Callable[[], None]] = deque()
         self.staged: Exchange | None = None
         self.last_step: Launch | None = None
         self.second_tries = SecondTries(self.scheduler, self.pool, self.kv_cache)

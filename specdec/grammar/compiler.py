@@ -19,10 +19,10 @@ from specdec.base.errors import InvalidInputError
 from specdec.base.packages import install_command
 from specdec.grammar.calls import MARKER
 from specdec.grammar.grammar import Grammar
-from specdec.grammar.lanes import Job, lanes
 from specdec.grammar.limits import QUICK_SECONDS
 from specdec.grammar.process import Answer, Ended, Vocabulary, ask, reason_of
 from specdec.grammar.progress import GrammarProgress
+from specdec.grammar.queues import Job, queues
 from specdec.grammar.rules import rules_of
 from specdec.grammar.thinking import ThinkingProgress
 
@@ -168,7 +168,7 @@ class GrammarCompiler:
     def _new_job(self, grammar: Grammar) -> Job:
         job = Job(len(grammar.text), partial(self._compile, grammar))
         if self._limited:
-            lanes().add(job)
+            queues().add(job)
         else:
             job.run(QUICK_SECONDS)
         return job
@@ -261,7 +261,7 @@ class GrammarCompiler:
     def _asked(self, vocabulary: Vocabulary, grammar: Grammar, job: Job, seconds: float) -> Answer:
         """What another process makes of a grammar."""
         for _ in range(2):  # the first may have been ended by something else
-            with suppress(Ended), lanes().process.open(vocabulary) as link:
+            with suppress(Ended), queues().process.open(vocabulary) as link:
                 job.on_stop = partial(_shut, link)
                 if not job.stopped:
                     return ask(link, vocabulary, grammar, seconds)

@@ -27,12 +27,12 @@ MAX_EXPRESSIONS = 100_000
 MAX_REASONS = 8
 """Reasons that one refusal names."""
 
-LANES = {0.25: 2, 4.0: 1, 20.0: 1}
+QUEUES = {0.25: 2, 4.0: 1, 20.0: 1}
 """By seconds of a processor that one grammar may take to compile, how many are compiled at once.
-What takes more begins again in the next lane, behind its like; in the last it is refused.
+What takes more begins again in the next queue, behind its like; in the last it is refused.
 """
 
-QUICK_SECONDS, MAX_SECONDS = min(LANES), max(LANES)
+QUICK_SECONDS, MAX_SECONDS = min(QUEUES), max(QUEUES)
 
 MAX_MEMORY = 2**30
 """Bytes that compiling one grammar may take."""

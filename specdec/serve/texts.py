@@ -32,7 +32,7 @@ SLACK = 16
 """Tokens that the two ends of a piece can add to those it has within the text."""
 
 
-class Lane:
+class SmallestFirst:
     """A thread that does what waits, the smallest first."""
 
     def __init__(self, name: str) -> None:
@@ -87,11 +87,11 @@ class Texts:
 
     def __init__(self, reader: PromptReader) -> None:
         self._reader = reader
-        self._short = Lane("tokenizer")
+        self._short = SmallestFirst("tokenizer")
         # Never two at once, which tokenizers do not all stand; those in Rust do, once they have
         # been asked the first time.
         fast = getattr(reader.tokenizer, "is_fast", False)
-        self._long = Lane("tokenizer of long texts") if fast else self._short
+        self._long = SmallestFirst("tokenizer of long texts") if fast else self._short
         reader.tokenizer("a")
 
     async def run(
@@ -100,8 +100,8 @@ class Texts:
         """Does what takes the tokenizer, for about so many characters."""
         if size <= AT_ONCE:
             return _guarded(partial(work, *arguments, **options))
-        lane = self._short if size <= SHORT else self._long
-        return await asyncio.wrap_future(lane.submit(size, partial(work, *arguments, **options)))
+        thread = self._short if size <= SHORT else self._long
+        return await asyncio.wrap_future(thread.submit(size, partial(work, *arguments, **options)))
 
     async def tokens(self, prompt: str | list[int], *, special: bool, most: int) -> list[int]:
         """Tokens of a prompt.

@@ -243,15 +243,15 @@ class Session:
 
     def work_ahead(self) -> None:
         """Without requests: one piece of what makes later steps faster, once what was launched has
-        been read; see `SpecEngine.spare_work`. Does nothing while somebody else steps.
+        been read; see `SpecEngine.idle_work`. Does nothing while somebody else steps.
         """
-        spare = self.engine.spare_work
-        if not (self.idle and spare and self._turns.claim(sys._getframe())):
+        work = self.engine.idle_work
+        if not (self.idle and work and self._turns.claim(sys._getframe())):
             return
         try:
-            self._guarded(self._one_step if self.engine.has_work else spare.popleft())
+            self._guarded(self._one_step if self.engine.has_work else work.popleft())
         except Exception as error:
-            spare.clear()
+            work.clear()
             logger.warning("nothing more is captured while nobody asks: %s", one_line(error))
         finally:
             self._hand_over()

@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace, drafter: str, since: float) -> dict[str, A
     sampling = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=0)
     tokens = [decoder.tokenize([{"role": "user", "content": one.turns[0]}]) for one in prompts]
     for number in range(args.passes):
-        while number and engine.spare_work:  # as in a pause before the second pass
+        while number and engine.idle_work:  # as in a pause before the second pass
             session.work_ahead()
         handles = [session.submit(ids, sampling, index=index) for index, ids in enumerate(tokens)]
         steps: list[tuple[float, float, str, int]] = []  # end and duration, kind, tokens

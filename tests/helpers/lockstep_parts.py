@@ -140,7 +140,7 @@ def judge_apart(engine: Any) -> None:
 
     drafter = engine.runner.drafter
     assert drafter.has_expected_accepted and drafter._optional
-    drafter.worth.pays, drafter.expected_accepted = lambda *_: rank() == 0, refuse
+    drafter.gate.pays, drafter.expected_accepted = lambda *_: rank() == 0, refuse
 
 
 @on_ranks

@@ -133,7 +133,7 @@ def get_ready(engine: SpecEngine, progress: Progress) -> None:
     collective_rpc(engine.verifier, _before_serving, engine)
     shapes = ready_shapes(engine)
     if group_of(engine.verifier) is None:
-        _compile(engine, [*shapes, *spare_shapes(engine), *_rare(engine)], progress)
+        _compile(engine, [*shapes, *idle_shapes(engine), *_rare(engine)], progress)
     wanted = [index for index, shape in enumerate(shapes) if shape.captured]
     for done, index in enumerate(wanted, start=1):
         collective_rpc(engine.verifier, _capture_shape, engine, index)
@@ -157,15 +157,15 @@ def _capture_shape(engine: SpecEngine, index: int) -> None:
 def _serve(engine: SpecEngine) -> None:
     set_serving(engine, True)
     if engine.runner.graphs and group_of(engine.verifier) is None:
-        spare = spare_shapes(engine)
-        engine.spare_work.extend(partial(_capture_beside, engine, shape) for shape in spare)
+        shapes_later = idle_shapes(engine)
+        engine.idle_work.extend(partial(_capture_beside, engine, shape) for shape in shapes_later)
 
 
 def _capture_beside(engine: SpecEngine, shape: WarmUpShape) -> None:
     """Captures one more shape while the engine has nothing to do, unless many are captured."""
     assert shape.captured and engine.runner.graphs
     if engine.runner.graphs.num_captured >= SPARE_GRAPHS:
-        engine.spare_work.clear()
+        engine.idle_work.clear()
         return
     set_serving(engine, False)
     try:
@@ -191,7 +191,7 @@ def ready_shapes(engine: SpecEngine) -> list[WarmUpShape]:
     return [*prefills, *_steps(engine, greedy, longest), *_steps(engine, broad, longest)]
 
 
-def spare_shapes(engine: SpecEngine) -> list[WarmUpShape]:
+def idle_shapes(engine: SpecEngine) -> list[WarmUpShape]:
     """What makes steps of shorter contexts faster, the shortest first: greedy, and as requests that
     say nothing are sampled.
     """

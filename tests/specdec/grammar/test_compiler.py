@@ -23,13 +23,13 @@ import xgrammar
 
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.grammar import compiler as compiler_module
-from specdec.grammar import lanes as lanes_module
+from specdec.grammar import queues as queues_module
 from specdec.grammar import worker
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
-from specdec.grammar.lanes import Job, Lanes, lanes
-from specdec.grammar.limits import LANES, MAX_SECONDS, QUICK_SECONDS
+from specdec.grammar.limits import MAX_SECONDS, QUEUES, QUICK_SECONDS
 from specdec.grammar.process import Ended, TooSlow, ask, reason_of
+from specdec.grammar.queues import Job, Queues, queues
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import tiny_tokenizer
@@ -57,7 +57,7 @@ def children(pid: int) -> list[int]:
 
 def compiling() -> list[int]:
     """Processes that compile."""
-    process = lanes().process._process
+    process = queues().process._process
     return (
         []
         if process is None
@@ -137,7 +137,7 @@ def test_limits_of_a_process() -> None:
 
 def test_what_takes_too_long(compiler: GrammarCompiler) -> None:
     with (
-        lanes().process.open(compiler._library(frozenset()).vocabulary) as link,
+        queues().process.open(compiler._library(frozenset()).vocabulary) as link,
         pytest.raises(TooSlow, match="20 seconds"),
     ):
         ask(link, compiler._library(frozenset()).vocabulary, long("a"), 0.01)
@@ -146,19 +146,19 @@ def test_what_takes_too_long(compiler: GrammarCompiler) -> None:
 def test_a_crash_is_of_one_grammar(compiler: GrammarCompiler) -> None:
     """The compiling process, then the one that begins it."""
     vocabulary = compiler._library(frozenset()).vocabulary
-    with ThreadPoolExecutor() as threads, lanes().process.open(vocabulary) as link:
+    with ThreadPoolExecutor() as threads, queues().process.open(vocabulary) as link:
         asked = threads.submit(ask, link, vocabulary, long("a"), 600)
         wait_until(has_read)
         wait_until(held)
         os.kill(compiling()[0], signal.SIGKILL)
         with pytest.raises(InvalidInputError, match="ended the process"):
             asked.result(HANG)
-    process = lanes().process._process
+    process = queues().process._process
     assert process is not None
     process.kill()
     process.wait()
     assert compiler.compiled(Grammar.regex("a+b")).result(HANG)
-    assert lanes().process._process is not process
+    assert queues().process._process is not process
 
 
 def test_nobody_waits(compiler: GrammarCompiler) -> None:
@@ -181,7 +181,7 @@ def test_no_process(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) 
     def end(*_: Any) -> None:
         raise Ended
 
-    monkeypatch.setattr(lanes().process, "open", end)
+    monkeypatch.setattr(queues().process, "open", end)
     grammar = Grammar.regex("a+c")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="ended twice"):
@@ -191,14 +191,14 @@ def test_no_process(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def own_lanes() -> Iterator[Lanes]:
-    made = Lanes()
+def own_queues() -> Iterator[Queues]:
+    made = Queues()
     yield made
     made.close()
 
 
-def test_small_ones_pass_giants(own_lanes: Lanes) -> None:
-    """Giants hold up what comes after them in their lane alone; in a lane the shorter go first."""
+def test_small_ones_pass_giants(own_queues: Queues) -> None:
+    """Giants hold up what comes after them in their own queue; in a queue the shorter go first."""
     go_on, order = Event(), list[int]()
 
     def giant(job: Job, seconds: float) -> str:
@@ -209,7 +209,7 @@ def test_small_ones_pass_giants(own_lanes: Lanes) -> None:
 
     def added(size: int, work: Any) -> Future[Any]:
         job = Job(size, work)
-        own_lanes.add(job)
+        own_queues.add(job)
         own = job.join()
         assert own is not None
         return own
@@ -217,7 +217,7 @@ def test_small_ones_pass_giants(own_lanes: Lanes) -> None:
     giants = [added(10**6, giant) for _ in range(3)]
     assert added(10, lambda job, seconds: "soon").result(HANG) == "soon"
     hold = Event()
-    held = [added(1, lambda job, seconds: hold.wait(HANG)) for _ in range(LANES[QUICK_SECONDS])]
+    held = [added(1, lambda job, seconds: hold.wait(HANG)) for _ in range(QUEUES[QUICK_SECONDS])]
     later = [added(size, lambda job, seconds: order.append(job.size)) for size in (9000, 10, 3000)]
     hold.set()
     for one in [*held, *later]:
@@ -234,9 +234,9 @@ def test_small_ones_pass_giants(own_lanes: Lanes) -> None:
         added(1, endless).result(HANG)
 
 
-def test_too_many_wait(own_lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module, "MAX_WAITING", 2)
-    hold, begun = Event(), [Event() for _ in range(LANES[QUICK_SECONDS])]
+def test_too_many_wait(own_queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues_module, "MAX_WAITING", 2)
+    hold, begun = Event(), [Event() for _ in range(QUEUES[QUICK_SECONDS])]
 
     def wait(event: Event) -> Any:
         def work(job: Job, seconds: float) -> None:
@@ -246,23 +246,23 @@ def test_too_many_wait(own_lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> Non
         return work
 
     for one in begun:
-        own_lanes.add(Job(1, wait(one)))
+        own_queues.add(Job(1, wait(one)))
         assert one.wait(HANG)
     for _ in range(2):
-        own_lanes.add(Job(1, wait(Event())))
+        own_queues.add(Job(1, wait(Event())))
     with pytest.raises(CapacityError, match="2 grammars wait"):
-        own_lanes.add(Job(1, wait(Event())))
+        own_queues.add(Job(1, wait(Event())))
     hold.set()
 
 
 def test_after_a_fork(compiler: GrammarCompiler) -> None:
-    """The child has lanes and a process of its own."""
+    """The child has queues and a process of its own."""
     assert compiler.compiled(Grammar.regex("a+d")).result(HANG)
-    before = lanes()
-    lanes_module._after_fork()
+    before = queues()
+    queues_module._after_fork()
     compiler.after_fork()
     try:
-        assert lanes() is not before and compiler.compiled(Grammar.regex("a+e")).result(HANG)
+        assert queues() is not before and compiler.compiled(Grammar.regex("a+e")).result(HANG)
     finally:
         before.close()
 
@@ -270,13 +270,13 @@ def test_after_a_fork(compiler: GrammarCompiler) -> None:
 EXIT = """
 import sys, threading
 from specdec.grammar.grammar import Grammar
-from specdec.grammar.lanes import Job, lanes
+from specdec.grammar.queues import Job, queues
 from specdec.grammar.process import Vocabulary, ask
 
 vocabulary, begun = Vocabulary(lambda: open(sys.argv[1]).read()), threading.Event()
 
 def work(job, seconds):
-    with lanes().process.open(vocabulary) as link:
+    with queues().process.open(vocabulary) as link:
         job.on_stop = lambda: link.shutdown(2)
         begun.set()
         words = [f"v{number}" for number in range(90_000)]
@@ -284,9 +284,9 @@ def work(job, seconds):
 
 job = Job(1, work)
 own = job.join()
-lanes().add(job)
+queues().add(job)
 begun.wait()
-print(lanes().process._process.pid, flush=True)
+print(queues().process._process.pid, flush=True)
 sys.exit(7)
 """
 

@@ -21,7 +21,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.serve import app, limits, texts
 from specdec.serve.config import ServeConfig
 from specdec.serve.processes.setup import Setup
-from specdec.serve.texts import Lane
+from specdec.serve.texts import SmallestFirst
 from specdec.session.link.channel import Facts
 from specdec.session.prompts import PromptReader
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder
@@ -216,21 +216,21 @@ def test_a_lane_does_the_smallest_first_and_survives_all() -> None:
         raise PanicException("index out of bounds")
 
     done: list[int] = []
-    lane, begun, go = Lane("test"), threading.Event(), threading.Event()
+    thread, begun, go = SmallestFirst("test"), threading.Event(), threading.Event()
 
     def hold() -> bool:
         begun.set()
         return go.wait(HANG)
 
-    first = lane.submit(0, hold)
+    first = thread.submit(0, hold)
     assert begun.wait(HANG)
-    panicked = lane.submit(2, panic)
-    others = [lane.submit(size, partial(done.append, size)) for size in (5, 1, 3, 4)]
+    panicked = thread.submit(2, panic)
+    others = [thread.submit(size, partial(done.append, size)) for size in (5, 1, 3, 4)]
     assert others[3].cancel()
     go.set()
     assert first.result(HANG) and isinstance(panicked.exception(HANG), RuntimeError)
     assert [other.result(HANG) for other in others[:3]] == [None] * 3 and done == [1, 3, 5]
-    lane.close()
+    thread.close()
 
 
 def test_a_large_answer_is_the_same_written_choice_by_choice(

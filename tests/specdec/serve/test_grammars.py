@@ -15,7 +15,7 @@ pytest.importorskip("xgrammar")
 
 from specdec.base.errors import CapacityError, CheckpointError
 from specdec.grammar import compiler
-from specdec.grammar import lanes as lanes_module
+from specdec.grammar import queues as queues_module
 from specdec.grammar.process import Ended, TooSlow
 from specdec.serve import app
 from specdec.serve.sampling import sampling_params
@@ -82,7 +82,7 @@ def _ask(url: str) -> None:
 
 def test_too_many_grammars_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again later: no mistake of the client's."""
-    monkeypatch.setattr(lanes_module, "MAX_WAITING", 0)
+    monkeypatch.setattr(queues_module, "MAX_WAITING", 0)
     with live_server() as live:
         answer = httpx.post(live.url + URL, json={"prompt": "abc", "guided_regex": "a+"})
     assert answer.status_code == 503 and "grammars wait" in answer.json()["error"]["message"]

@@ -233,7 +233,7 @@ def test_shorter_contexts_are_captured_while_nobody_asks(
         wait_until(lambda: clock.num_captures > before)
         handle = session.submit(prompt, KINDS[0])
         assert handle.result().token_ids[: len(outputs[prompt])] == outputs[prompt][:12]
-        wait_until(lambda: not engine.spare_work)
+        wait_until(lambda: not engine.idle_work)
         one.stop()
         theirs.close()
         serving.join()
@@ -253,12 +253,12 @@ def test_what_fails_meanwhile_is_told_of(
     def fail() -> None:
         raise RuntimeError("out of\n memory")
 
-    engine.spare_work.extend([fail, fail])
+    engine.idle_work.extend([fail, fail])
     with Session(engine) as session:
         for _ in range(3):
             session.work_ahead()
         (record,) = caplog.records
-        assert record.getMessage().endswith("asks: out of memory") and not engine.spare_work
+        assert record.getMessage().endswith("asks: out of memory") and not engine.idle_work
         prompt = next(iter(outputs))
         output = session.submit(prompt, KINDS[0]).result().token_ids
         assert output[: len(outputs[prompt])] == outputs[prompt][:12]
@@ -326,8 +326,8 @@ def test_not_too_many_are_captured_beside(
     before = clock.num_captures
     assert engine.runner.graphs is not None
     monkeypatch.setattr(warmup, "SPARE_GRAPHS", engine.runner.graphs.num_captured + 2)
-    while engine.spare_work:
-        engine.spare_work.popleft()()
+    while engine.idle_work:
+        engine.idle_work.popleft()()
     assert clock.num_captures == before + 2
 
 

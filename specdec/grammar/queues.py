@@ -1,6 +1,6 @@
 """In which order grammars are compiled: those that take little never wait for those that take much.
 
-See `specdec.grammar.limits.LANES`. In each lane long texts let shorter ones pass, though not for
+See `specdec.grammar.limits.QUEUES`. In each queue long texts let shorter ones pass, though not for
 ever.
 """
 
@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from specdec.base.errors import CapacityError
-from specdec.grammar.limits import LANES, MAX_SECONDS, MAX_WAITING, QUICK_SECONDS
+from specdec.grammar.limits import MAX_SECONDS, MAX_WAITING, QUEUES, QUICK_SECONDS
 from specdec.grammar.process import CompilerProcess, TooSlow
 
 CHARACTERS_PER_PLACE = 1000
@@ -105,7 +105,7 @@ def _copy(own: Future[Any], result: Future[Any]) -> None:
         own.set_result(result.result())
 
 
-class Lanes:
+class Queues:
     """The threads that have grammars compiled, and their queues; started with the first job.
 
     Attributes:
@@ -115,7 +115,7 @@ class Lanes:
     def __init__(self) -> None:
         self.process = CompilerProcess()
         self._changed = threading.Condition()
-        self._queues: dict[float, list[tuple[int, int, Job]]] = {lane: [] for lane in LANES}
+        self._queues: dict[float, list[tuple[int, int, Job]]] = {limit: [] for limit in QUEUES}
         self._numbers = count()
         self._running: set[Job] = set()
         self._started = self._closed = False
@@ -136,9 +136,9 @@ class Lanes:
                     f" try again later"
                 )
             self._put(job, QUICK_SECONDS)
-            lanes = [lane for lane, count in LANES.items() for _ in range(count)]
-            for lane in () if self._started else lanes:
-                threading.Thread(target=self._work, args=(lane,), name="specdec grammar").start()
+            limits = [limit for limit, count in QUEUES.items() for _ in range(count)]
+            for limit in () if self._started else limits:
+                threading.Thread(target=self._work, args=(limit,), name="specdec grammar").start()
             self._started = True
 
     def close(self) -> None:
@@ -152,13 +152,15 @@ class Lanes:
             job.stop()
         self.process.close()
 
-    def _put(self, job: Job, lane: float) -> None:
+    def _put(self, job: Job, limit: float) -> None:
         number = next(self._numbers)
-        heapq.heappush(self._queues[lane], (number + job.size // CHARACTERS_PER_PLACE, number, job))
+        heapq.heappush(
+            self._queues[limit], (number + job.size // CHARACTERS_PER_PLACE, number, job)
+        )
         self._changed.notify_all()
 
-    def _work(self, lane: float) -> None:
-        queue = self._queues[lane]
+    def _work(self, limit: float) -> None:
+        queue = self._queues[limit]
         while True:
             with self._changed:
                 while not queue and not self._closed:
@@ -167,30 +169,30 @@ class Lanes:
                     return
                 job = heapq.heappop(queue)[2]
                 self._running.add(job)
-            done = job.run(lane)
+            done = job.run(limit)
             with self._changed:
                 self._running.discard(job)
                 if not done and not self._closed:
-                    self._put(job, min(other for other in LANES if other > lane))
+                    self._put(job, min(other for other in QUEUES if other > limit))
 
 
-_lanes: Lanes | None = None
+_queues: Queues | None = None
 _lock = threading.Lock()
 
 
-def lanes() -> Lanes:
-    """The lanes of this process."""
-    global _lanes
+def queues() -> Queues:
+    """The queues of this process."""
+    global _queues
     with _lock:
-        _lanes = _lanes or Lanes()
-        return _lanes
+        _queues = _queues or Queues()
+        return _queues
 
 
 def _after_fork() -> None:
-    global _lanes, _lock
-    if _lanes is not None:
-        _lanes.process.after_fork()
-    _lanes, _lock = None, threading.Lock()
+    global _queues, _lock
+    if _queues is not None:
+        _queues.process.after_fork()
+    _queues, _lock = None, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

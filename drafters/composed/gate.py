@@ -43,7 +43,7 @@ class _Mean:
         return self.total / self.weight if self.weight else 0.0
 
 
-class Worth:
+class Gate:
     """What models have cost and added lately."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters.composed.drafter import BoundComposed, ComposedDrafter
-from drafters.composed.worth import ENOUGH, MAX_SKIPPED, Worth
+from drafters.composed.gate import ENOUGH, MAX_SKIPPED, Gate
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
@@ -21,51 +21,51 @@ from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 KIND = (1, 8, False)
 
 
-def taught(gains: dict[float, float], *, models: float, rest: float) -> Worth:
+def taught(gains: dict[float, float], *, models: float, rest: float) -> Gate:
     """One that knows what models take, and what they add by the others' forecast."""
-    worth = Worth()
-    worth.took(KIND, rest, models)
+    gate = Gate()
+    gate.took(KIND, rest, models)
     for _ in range(2 * ENOUGH):
         for forecast, gain in gains.items():
-            worth.observe([forecast], [gain])
-    return worth
+            gate.observe([forecast], [gain])
+    return gate
 
 
 def test_models_pay_while_they_add_more_than_they_take() -> None:
     """Half as long again for a step: it has to give half as many tokens again,
     of the whole batch.
     """
-    worth = taught({0.0: 0.6, 3.0: 1.9, 7.0: 4.1}, models=0.5, rest=1.0)
-    assert [worth.pays(KIND, [forecast]) for forecast in (0.0, 3.0, 7.0)] == [True, False, True]
-    assert worth.pays(KIND, [0.0, 3.0]) is False  # 2.5 of 5
-    assert worth.pays(KIND, [0.0, 3.0, 7.0])  # 6.6 of 13
-    worth.took(KIND, 1.0, 3.0)
-    assert not worth.pays(KIND, [0.0])
+    gate = taught({0.0: 0.6, 3.0: 1.9, 7.0: 4.1}, models=0.5, rest=1.0)
+    assert [gate.pays(KIND, [forecast]) for forecast in (0.0, 3.0, 7.0)] == [True, False, True]
+    assert gate.pays(KIND, [0.0, 3.0]) is False  # 2.5 of 5
+    assert gate.pays(KIND, [0.0, 3.0, 7.0])  # 6.6 of 13
+    gate.took(KIND, 1.0, 3.0)
+    assert not gate.pays(KIND, [0.0])
 
 
 def test_what_is_not_known_is_asked() -> None:
     """Another kind of step, a forecast that has not occurred, too few observations."""
-    worth = taught({0.0: 0.0}, models=0.5, rest=1.0)
-    assert not worth.pays(KIND, [0.0])
+    gate = taught({0.0: 0.0}, models=0.5, rest=1.0)
+    assert not gate.pays(KIND, [0.0])
     assert (
-        worth.pays((2, 8, False), [0.0, 0.0])
-        and worth.pays((1, 4, False), [0.0])
-        and worth.pays((1, 8, True), [0.0])
+        gate.pays((2, 8, False), [0.0, 0.0])
+        and gate.pays((1, 4, False), [0.0])
+        and gate.pays((1, 8, True), [0.0])
     )
-    assert worth.pays(KIND, [9.0]) and worth.pays(KIND, [0.0, 9.0])
+    assert gate.pays(KIND, [9.0]) and gate.pays(KIND, [0.0, 9.0])
     for _ in range(ENOUGH - 1):
-        worth.observe([9.0], [0.0])
-    assert worth.pays(KIND, [9.0])
+        gate.observe([9.0], [0.0])
+    assert gate.pays(KIND, [9.0])
 
 
 def test_models_are_asked_again_now_and_then() -> None:
     """And come back when they have become better."""
-    worth = taught({0.0: 0.0}, models=0.5, rest=1.0)
-    answers = [worth.pays(KIND, [0.0]) for _ in range(3 * (MAX_SKIPPED + 1))]
+    gate = taught({0.0: 0.0}, models=0.5, rest=1.0)
+    answers = [gate.pays(KIND, [0.0]) for _ in range(3 * (MAX_SKIPPED + 1))]
     assert answers == [*[False] * MAX_SKIPPED, True] * 3
     for _ in range(200):
-        worth.observe([0.0], [2.0])
-    assert worth.pays(KIND, [0.0])
+        gate.observe([0.0], [2.0])
+    assert gate.pays(KIND, [0.0])
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def run(
     engine = SpecEngine(verifier, drafter, EngineConfig(**limits))
     bound: Any = engine.runner.drafter
     assert isinstance(bound, BoundComposed)
-    bound.worth.pays = pays  # type: ignore[method-assign]
+    bound.gate.pays = pays  # type: ignore[method-assign]
     drafted: dict[tuple[int, int], list[int]] = {}
     model: Any = bound.parts[1]
     propose = model.propose
@@ -158,7 +158,7 @@ def test_who_is_never_left_out(verifier: Verifier) -> None:
     )
     bound: Any = engine.runner.drafter
     assert engine.runner.host_may_look
-    engine.runner.host_may_look, bound.worth.pays = False, refuse
+    engine.runner.host_may_look, bound.gate.pays = False, refuse
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=8))
     while engine.has_work:
         engine.step()
@@ -175,16 +175,16 @@ def test_it_learns_while_decoding(verifier: Verifier) -> None:
     )
     engine = SpecEngine(verifier, drafter, config)
     bound: Any = engine.runner.drafter
-    observe = bound.worth.observe
+    observe = bound.gate.observe
 
     def counted(forecasts: Sequence[float], gains: Sequence[float]) -> None:
         asked.append(1)
         observe(forecasts, gains)
 
-    bound.worth.observe = counted
+    bound.gate.observe = counted
     # What steps take is told: no choice by the time of this machine is asserted.
-    took = bound.worth.took
-    bound.worth.took = lambda kind, rest, models: took(kind, 1.0, None if models is None else 0.4)
+    took = bound.gate.took
+    bound.gate.took = lambda kind, rest, models: took(kind, 1.0, None if models is None else 0.4)
     torch.manual_seed(0)
     request = engine.add_request(
         [*range(20, 30)] * 3, SamplingParams(max_tokens=150, ignore_eos=True)
