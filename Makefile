@@ -4,7 +4,8 @@ QUESTION ?= Write a Python function that computes the average of a list of numbe
 DEMO ?= --compare --stream --max-tokens 200
 # Where the models of `make real` come from: hub, packages, or a folder with the files.
 REAL ?= hub
-# Which PyTorch to install: the index of a ROCm build, a version, or wheels. docs/rocm.md says where they are.
+# Which PyTorch to install: the index of a ROCm build, a version, or wheels. docs/rocm.md says where
+# they are.
 TORCH_INDEX ?=
 TORCH ?=
 
@@ -93,7 +94,8 @@ $(VENV)/.dev: $(VENV)/.package
 	@# Without what it asks for beside these, such as another Triton.
 	@$(PIP_INSTALL) $(PINS) --no-deps 'xgrammar>=0.2.8'
 	@$(PIP_INSTALL) $(PINS) 'apache-tvm-ffi>=0.1.11' pydantic
-	@# The public DFlash implementation, which tests compare with; its dependencies serve its own benchmarks.
+	@# The public DFlash implementation, which tests compare with; its dependencies serve its
+	@# own benchmarks.
 	@$(PIP_INSTALL) --no-deps dflash==0.1.0
 	@# Likewise vLLM's trainer of drafters: the public DSpark, DFlash 2 and EAGLE-3.
 	@$(PIP_INSTALL) --no-deps speculators==0.9.0

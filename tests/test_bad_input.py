@@ -186,8 +186,8 @@ ROPE = {
             ("cannot read the tokenizer of target", "write it again"),
         ),
         (set_key(vocab_size="97"), ("cannot read the config of target", "vocab_size")),
-        (set_key(num_key_value_heads=0), ("target", "fetch it again")),
-        (set_key(num_hidden_layers=0), ("num_hidden_layers is 0", "[1, 2**31)")),
+        (set_key(num_key_value_heads=0), ("num_key_value_heads is 0", "at least 1")),
+        (set_key(num_hidden_layers=0), ("num_hidden_layers is 0", "at least 1")),
         (
             set_key(max_position_embeddings=10**18),
             ("max_position_embeddings is 1000", "[1, 2**31)"),

@@ -151,7 +151,7 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
     reduced = draft_vocab_size is not None and draft_vocab_size != layers.vocab_size
     require(
         not reduced or 1 <= (draft_vocab_size or 0) < layers.vocab_size,
-        f"draft_vocab_size is {draft_vocab_size}; it must be at most vocab_size"
+        f"draft_vocab_size is {draft_vocab_size}; it must be at least 1 and at most vocab_size"
         f" {layers.vocab_size}",
     )
     config = Eagle3Config(

@@ -110,6 +110,33 @@ def test_the_entry_is_named(entry: str, value: Any, llama: Path, tmp_path: Path)
     assert "\n" not in str(doctor.value) + str(loading.value)
 
 
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize(
+    ("family", "entry"),
+    [
+        *(("llama", f"num_{one}") for one in ("attention_heads", "key_value_heads")),
+        *(("llama", one) for one in ("head_dim", "hidden_size", "intermediate_size")),
+        *(("bamba", f"mamba_{one}") for one in ("d_conv", "d_head", "d_state", "n_groups")),
+        *(("bamba", one) for one in ("mamba_n_heads", "num_hidden_layers")),
+        *(("qwen3_moe", one) for one in ("decoder_sparse_step", "moe_intermediate_size")),
+        *(("qwen3_next", f"linear_{one}") for one in ("conv_kernel_dim", "key_head_dim")),
+        *(("qwen3_next", f"linear_num_{one}_heads") for one in ("key", "value")),
+        *(("nemotron_h", one) for one in ("n_groups", "ssm_state_size", "mamba_head_dim")),
+    ],
+)
+def test_a_count_of_less_than_one(family: str, entry: str, value: int) -> None:
+    entries = json.loads(json.dumps(CONFIGS[family]().to_dict(), default=str)) | {entry: value}
+    with pytest.raises(CheckpointError, match=rf": {entry} is {value}[,;] .*must be at least [01]"):
+        needs_of(entries, name="x", device=CPU, dtype=torch.float32, gpu_bytes=10**9)
+
+
+def test_groups_of_quantized_weights_may_be_whole_rows() -> None:
+    """Which is written as -1."""
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True}
+    entries = entries_of("llama") | {"quantization_config": quantization}
+    assert needs_of(entries, name="x", device=CPU, dtype=torch.float32, gpu_bytes=10**9).would_run
+
+
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
@@ -311,10 +338,9 @@ def test_numbers_that_layers_would_stumble_over(name: str, entry: str, value: An
 @pytest.mark.parametrize(
     ("name", "entry", "tensor"),
     [
-        ("gemma2", "head_dim", "self_attn.q_proj"),
+        ("gemma2", "intermediate_size", "mlp.gate_proj"),
         ("deepseek_v3", "q_lora_rank", "self_attn.q_a_proj"),
         ("lfm2", "conv_L_cache", "conv.conv"),
-        ("nemotron_h", "mamba_num_heads", "mixer.dt_bias"),
     ],
 )
 @pytest.mark.filterwarnings("error")

@@ -46,6 +46,16 @@ _COUNTS = re.compile(
 )
 """Entries that are integers, or lists of them; mscale_all_dim is none."""
 
+_AT_LEAST_ONE = re.compile(
+    r"(^|_)(heads|n_groups|conv_kernel|kernel_(dim|size)|d_(conv|head|state)|state_size)$"
+    r"|^(hidden_size|num_hidden_layers|(linear_\w+_)?head_dim)$"
+)
+_AT_LEAST_NONE = re.compile(
+    r"(hidden|intermediate|vocab)_size$|head_dim$|experts(_per_tok(en)?)?$|n_group$"
+    r"|(q|kv)_lora_rank$|^num_(kv_shared|mtp|nextn_predict)_layers$|sparse_step$"
+)
+"""Entries that count parts of layers, which a model has at least one of, or may lack."""
+
 
 def read(
     name: str,
@@ -100,17 +110,23 @@ def blamed(entries: Mapping[str, Any], judge: Judge, error: BaseException) -> st
 
     >>> judge = lambda entries: 1 / entries.get("b", {}).get("c", 1)
     >>> blamed({"a": 1, "b": {"c": 0}}, judge, ZeroDivisionError())
-    'b.c is 0: '
+    'b.c is 0, and must be at least 1: '
     """
     if _passes(judge, dict(entries)):
         return ""
     said = str(error)
     for path in sorted(_paths(entries), key=lambda path: str(path[-1]) not in said):
-        if _passes(judge, _without(entries, path)):
+        if _passes(judge, _with(entries, path)):
             value: Any = entries
             for key in path:
                 value = value[key]
-            return f"{'.'.join(map(str, path))} is {one_line(ValueError(repr(value)), 60)}: "
+            limit = ""
+            if type(value) is int and value < 1:
+                tried = (least for least in (0, 1) if least > value)
+                found = (least for least in tried if _passes(judge, _with(entries, path, least)))
+                limit = next((f", and must be at least {least}" for least in found), "")
+            said = one_line(ValueError(repr(value)), 60)
+            return f"{'.'.join(map(str, path))} is {said}{limit}: "
     return ""
 
 
@@ -123,11 +139,15 @@ def _paths(entries: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             yield (key,)
 
 
-def _without(entries: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+def _with(
+    entries: Mapping[str, Any], path: tuple[str, ...], value: int | None = None
+) -> dict[str, Any]:
+    """The entries with another value, or without any."""
     first, *rest = path
-    if not rest:
-        return {key: value for key, value in entries.items() if key != first}
-    return {**entries, first: _without(entries[first], tuple(rest))}
+    if rest:
+        return {**entries, first: _with(entries[first], tuple(rest), value)}
+    left = {key: one for key, one in entries.items() if key != first}
+    return left if value is None else {**left, first: value}
 
 
 def _passes(judge: Judge, entries: dict[str, Any]) -> bool:
@@ -163,6 +183,10 @@ def check_numbers(entries: Mapping[str, Any], *, of_rope: bool = False) -> None:
             raise CheckpointError(
                 f"{key} is {value!r}; it must be an integer, so fetch config.json again"
             )
+        fewest = 1 if _AT_LEAST_ONE.search(str(key)) else 0
+        if type(value) is int and value < fewest and (fewest or _AT_LEAST_NONE.search(str(key))):
+            limits = f"it must be at least {fewest}, so fetch config.json again"
+            raise CheckpointError(f"{key} is {shown(value)}; {limits}")
         if isinstance(value, int | float) and not least <= value <= most:  # as NaN never does
             limits = f"it must lie in [{least:,g}, {most:,g}], so fetch config.json again"
             raise CheckpointError(f"{key} is {shown(value)}; {limits}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from specdec.base.errors import CheckpointError
+from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.device.meta import shapes_alone
 from verifiers.config.families import READ_AS, family_of
 from verifiers.config.names import EMBEDDING, HEAD, TEXT_PART
@@ -220,7 +220,7 @@ def shapes_of(config: Any) -> dict[str, torch.Size]:
     config; a tied head is none.
 
     Raises:
-        CheckpointError: a tensor would be empty, as of a size of 0.
+        InvalidInputError: a tensor would be empty, as of a size of 0.
     """
     if isinstance(config, PlainConfig):
         return dict(config.shapes)
@@ -240,7 +240,7 @@ def shapes_of(config: Any) -> dict[str, torch.Size]:
         shapes[HEAD] = shapes[EMBEDDING]
     empty = next((name for name, shape in shapes.items() if 0 in shape), None)
     if empty is not None:
-        raise CheckpointError(
+        raise InvalidInputError(
             f"its config asks for {empty!r} of the sizes {list(shapes[empty])}, which no model has;"
             f" fetch config.json again"
         )

@@ -123,10 +123,11 @@ class DFlashConfig:
             "head_dim",
             "vocab_size",
         )
+        of_target = ("target_hidden_size", "num_target_layers")
         for name in (
             *sizes,
             "max_position_embeddings",
-            *(["target_hidden_size"] if self.target_hidden_size is not None else []),
+            *(one for one in of_target if getattr(self, one) is not None),
         ):
             require(
                 1 <= getattr(self, name) < 2**31,
@@ -187,8 +188,8 @@ class DFlashConfig:
         )
         require(
             self.draft_vocab_size is None or 1 <= self.draft_vocab_size < self.vocab_size,
-            f"draft_vocab_size is {self.draft_vocab_size}; it must be smaller than vocab_size"
-            f" {self.vocab_size}, or left out",
+            f"draft_vocab_size is {self.draft_vocab_size}; it must be at least 1 and smaller than"
+            f" vocab_size {self.vocab_size}, or left out",
         )
         rope_type = self.rope_parameters.get("rope_type")
         supported = ", ".join(STATIC_ROPE_TYPES)
@@ -263,8 +264,8 @@ class DFlashConfig:
             )
             require(
                 group >= 1 and self.hidden_size % group == 0,
-                f"conv_group_size is {group}; it must divide hidden_size, which is"
-                f" {self.hidden_size}",
+                f"conv_group_size is {group}; it must be at least 1 and divide hidden_size, which"
+                f" is {self.hidden_size}",
             )
 
     @property

@@ -20,6 +20,7 @@ from drafters.keys import (
     require,
     section,
 )
+from specdec.base.errors import shown
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +258,7 @@ def _layer_kinds(
     `layer_types` names none, and they are not causal for that. `non_causal` holds where nothing is
     said.
     """
-    stated_window = keys.find("swa_window_size") or keys.find("sliding_window")
+    stated_window = _or(keys.find("swa_window_size"), keys.find("sliding_window"))
     kinds = keys.find("layer_types")
     use_swa = _or(keys.flag("use_swa"), False)
     by_kind = isinstance(kinds, list) and "sliding_attention" in kinds
@@ -269,6 +270,7 @@ def _layer_kinds(
             if keys.flag("use_sliding_window")
             else layer_count
         )
+        require(first >= 0, f"max_window_layers is {first}; it must be at least 0")
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layer_count)]
     elif keys.flag("use_sliding_window") is False and not use_swa:
         stated_window = None
@@ -284,8 +286,8 @@ def _layer_kinds(
     require(
         not any(sliding) or (type(stated_window) is int and stated_window >= 1),
         f"layer {sliding.index(True) if any(sliding) else 0} is sliding_attention but config.json"
-        f" enables no window;"
-        " set sliding_window, and use_sliding_window to true",
+        f" enables no window: it is {shown(stated_window)}, and must be at least 1; set"
+        " sliding_window, and use_sliding_window to true",
     )
     own, top, layers, defaults = keys.places
     outer, inner = Keys([top, layers, own, defaults]), Keys([own])

@@ -132,7 +132,7 @@ def test_causal_layers_run_whole_blocks() -> None:
         ),
         (
             {"conv_kernel_size": 2, "conv_group_size": 5},
-            "conv_group_size is 5; it must divide hidden_size, which is 32",
+            "conv_group_size is 5; it must be at least 1 and divide hidden_size, which is 32",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def test_whether_a_head_fits_is_told_from_its_config() -> None:
         ),
         ({"num_key_value_heads": 3}, "the first must be a multiple"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),
-        ({"draft_vocab_size": 98}, "it must be at most vocab_size 97"),
+        ({"draft_vocab_size": 98}, "it must be at least 1 and at most vocab_size 97"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"norm_output": 1}, "norm_output is 1; it must be true or false"),
         ({"layer_types": ["sliding_attention"]}, "enables no window"),
