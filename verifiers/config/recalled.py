@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from transformers import __version__ as transformers_version
 
 from specdec.base.errors import SpecDecError
 from specdec.base.files import cache_folder
-from specdec.base.version import __version__
 from specdec.base.writing import write_text
 from verifiers.config.wrappers import (
     ClassFacts,
@@ -29,9 +29,6 @@ from verifiers.config.wrappers import (
     without_reports,
 )
 from verifiers.entries import PlainConfig, declared, own_entries
-
-FORMAT_VERSION = 1
-"""Goes up when other things are kept of the same target, or when they are found in another way."""
 
 MOST = 64
 """Files that are kept; the oldest ones make room."""
@@ -53,10 +50,17 @@ def place_of(name: str, folder: Path, entries: Mapping[str, Any]) -> Path | None
     with suppress(SpecDecError, OSError):
         small = sorted(path for path in folder.iterdir() if path.suffix in _SMALL)
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in small]
-        state = [FORMAT_VERSION, __version__, transformers_version, name, entries, stats]
+        state = [_of_code(), transformers_version, name, entries, stats]
         digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]
         return cache_folder() / "configs" / f"{digest}.json"
     return None
+
+
+@cache
+def _of_code() -> list[tuple[int, int]]:
+    """Changes with the code that finds what is kept: sizes and times of this package's files."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
 
 
 def recall(place: Path | None) -> PlainConfig | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+import verifiers
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.model.core import Verifier
 from tests.drafters.tiny import write_tiny_dflash
@@ -109,6 +110,17 @@ def test_another_checkpoint_is_looked_at_anew(what: str, tmp_path: Path) -> None
     assert [is_recalled(tmp_path) for _ in range(2)] == [False, True]
     CHANGES[what](tmp_path)
     assert [is_recalled(tmp_path) for _ in range(2)] == [False, True]
+
+
+def test_other_code_looks_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a record that outlives a change of what reads configs, as in a checkout."""
+    saved("qwen3", tmp_path)
+    assert [is_recalled(tmp_path) for _ in range(2)] == [False, True]
+    monkeypatch.setattr(recalled, "_of_code", lambda: [(1, 1)])
+    assert [is_recalled(tmp_path) for _ in range(2)] == [False, True]
+    monkeypatch.undo()
+    files = recalled._of_code()
+    assert len(files) == len(list(Path(verifiers.__file__).parent.rglob("*.py"))) > 50
 
 
 def test_what_a_type_knows_nothing_of_stays_unread(tmp_path: Path) -> None:
