@@ -18,6 +18,9 @@ NAMED := $(if $(TORCH_INDEX)$(TORCH),--named)
 
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 
+# Every worker and many tests read the same files anew: compiled once, they are kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo docs test check check-fast check-lowest test-cpus real lint format clean
 .DELETE_ON_ERROR:
 

@@ -92,7 +92,7 @@ def flags() -> set[str]:
 def run(name: str, paths: list[str], options: list[str], workers: int) -> tuple[bool, str]:
     """Whether these tests pass on a machine, and pytest's count of them; failures are printed."""
     environment = os.environ | MACHINES[name].environment()
-    if paths == [KERNELS]:
+    if all(path.startswith(KERNELS) for path in paths):
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [
         sys.executable,
@@ -135,13 +135,17 @@ def main() -> int:
     args = parser.parse_args()
     if args.bits:
         names, options = ["haswell"], ["-k", "bits", "-m", "not slow"]
-        files = [
-            str(path.relative_to(ROOT))
-            for part in NUMBERS
-            for path in sorted((ROOT / part).rglob("test_*.py"))
-            if "_bits" in path.read_text()
-        ]
+        kernels, files = (
+            [
+                str(path.relative_to(ROOT))
+                for part in parts
+                for path in sorted((ROOT / part).rglob("test_*.py"))
+                if "_bits" in path.read_text()
+            ]
+            for parts in ([KERNELS], NUMBERS)
+        )
     else:
+        kernels = [KERNELS]
         names, options = list(MACHINES), ["-m", "not slow"]
         files = [
             *NUMBERS,
@@ -155,7 +159,7 @@ def main() -> int:
         if MACHINES[name].needs not in able:
             print(f"{name}: left out, this processor lacks {MACHINES[name].needs}", flush=True)
             continue
-        for what, paths in (("kernels, interpreted", [KERNELS]), ("the rest", files)):
+        for what, paths in (("kernels, interpreted", kernels), ("the rest", files)):
             started = time.perf_counter()
             passed, line = run(name, paths, options, args.workers)
             right &= passed
