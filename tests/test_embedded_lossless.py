@@ -23,7 +23,7 @@ from verifiers.weights.embedded import embedded_model_path
 
 pytestmark = pytest.mark.slow
 
-MAX_TOKENS = 24
+MAX_TOKENS = 19
 K = 5
 QUESTIONS = (
     "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
@@ -32,9 +32,6 @@ QUESTIONS = (
     "A baker sells 12 rolls in the morning and twice as many in the afternoon. How many rolls does"
     " she sell?",
     "List the first eight prime numbers, separated by commas.",
-    "Translate to French: Good morning, how are you today?",
-    "Summarize in one sentence: Water boils at 100 degrees Celsius at sea level, and at lower"
-    " temperatures on high mountains.",
     "Turn this into a JSON object: name is Ada, age is 36, city is London.",
 )
 
@@ -110,12 +107,12 @@ DRAFTERS: dict[str, MakeDrafter] = {
 
 
 WAYS = [
-    ("plain", 8, 8),
+    ("plain", 6, 6),
     ("ngram", 3, 4),
-    ("dflash", 8, 8),
+    ("dflash", 6, 6),
     ("dflash", 1, 2),
     ("right", 3, 4),
-    ("wrong", 8, 8),
+    ("wrong", 6, 6),
     ("wrong", 1, 2),
 ]
 """Drafters, each in the largest batch or where requests wait; `tests/test_lossless.py` has them in
@@ -129,7 +126,7 @@ def test_greedy_equals_generate(
     outputs: dict[tuple[int, ...], list[int]],
     random_dflash: Path,
 ) -> None:
-    """Real prompts, 24 tokens each; those beyond the batch size wait for a slot.
+    """Real prompts, 19 tokens each; those beyond the batch size wait for a slot.
 
     The wrong drafter is wrong at every position for one prompt in six, and at one chosen position
     for the others. All in one test, since the reference takes as long as all of it, and would be

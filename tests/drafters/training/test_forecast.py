@@ -13,6 +13,7 @@ from drafters.training.finish import engine_run
 from drafters.training.loss.evaluate import replay
 from drafters.training.target import Target
 from specdec.base.blocks import BlockShape
+from specdec.base.config import EngineConfig
 from specdec.base.registry import VERIFIERS, resolve
 from specdec.session.decoder import SpecDecoder
 
@@ -38,13 +39,11 @@ def test_the_forecast_of_the_shipped_drafter_is_what_the_engine_does() -> None:
         loss_rows=120,
     )
     shape = BlockShape(16, 15)
-    tokenize = SpecDecoder.from_pretrained(
-        "embedded", drafter=None, device="cpu", dtype="float32"
-    ).tokenize
-    prompts = [tokenize([{"role": "user", "content": question}]) for question in QUESTIONS]
-    verifier, _ = resolve(VERIFIERS, "hf", "verifier")(
+    verifier, tokenizer = resolve(VERIFIERS, "hf", "verifier")(
         "embedded", device=torch.device("cpu"), dtype=torch.float32, attention="auto", fuse=False
     )
+    tokenize = SpecDecoder(verifier, tokenizer, None, EngineConfig(num_draft_tokens=None)).tokenize
+    prompts = [tokenize([{"role": "user", "content": question}]) for question in QUESTIONS]
     shipped, tensors = read_checkpoint(shipped_drafter_path())
     model = DFlashModel(shipped)
     model.load_state_dict(

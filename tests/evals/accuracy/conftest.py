@@ -1,10 +1,32 @@
 """Fixtures of these tests."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import lm_eval.tasks
 import pytest
+from lm_eval import evaluator
+from lm_eval.tasks._index import TaskIndex
 
 from tests.evals.tiny import save_tiny
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_harness() -> Iterator[None]:
+    """lm-eval reads the 14,000 files of its tasks for each manager, and asks pip what is installed
+    for each evaluation: half a minute, and seconds. Here it has GSM8K alone, and asks nobody.
+    """
+    build, everything = TaskIndex.build, Path(lm_eval.tasks.__path__[0])
+
+    def of_gsm8k(paths: Iterable[Path], **options: Any) -> Any:
+        few = [path / "gsm8k" if path == everything else path for path in paths]
+        return build(few, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskIndex, "build", staticmethod(of_gsm8k))
+        patch.setattr(evaluator, "add_env_info", lambda results: None)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -86,19 +86,19 @@ def test_greedy_generations_equal_those_of_hf(
     assert any(found)
 
 
-def test_fifty_greedy_generations_equal_those_of_hf(models: tuple[HFLM, SpecdecLM]) -> None:
-    """50 GSM8K prompts, few-shot length left out; long outputs of a random model pass through every
+def test_twenty_greedy_generations_equal_those_of_hf(models: tuple[HFLM, SpecdecLM]) -> None:
+    """20 GSM8K prompts, few-shot length left out; long outputs of a random model pass through every
     kind of step.
     """
     requests = [
-        (text, {"until": ["Question:"], "max_gen_toks": 24}) for text in prompts_of_gsm8k(50)
+        (text, {"until": ["Question:"], "max_gen_toks": 24}) for text in prompts_of_gsm8k(20)
     ]
     expected, found = (
         model.generate_until(instances("generate_until", *requests), disable_tqdm=True)
         for model in models
     )
     assert found == expected
-    assert len(set(found)) > 25
+    assert len(set(found)) > 10
     assert any(sum(sample.stats.num_accepted) for sample in models[1].samples)
 
 
@@ -116,9 +116,7 @@ def test_greedy_generations_of_the_embedded_model_equal_those_of_hf() -> None:
         "embedded", drafter="ngram", device="cpu", dtype="float32", engine=engine
     )
     hf = HFLM(pretrained=str(embedded_model_path()), dtype="float32", device="cpu", batch_size=4)
-    requests = [
-        (text, {"until": ["Question:"], "max_gen_toks": 12}) for text in prompts_of_gsm8k(6)
-    ]
+    requests = [(text, {"until": ["Question:"], "max_gen_toks": 8}) for text in prompts_of_gsm8k(2)]
     models = (hf, SpecdecLM(decoder=decoder))
     expected, found = (
         model.generate_until(instances("generate_until", *requests), disable_tqdm=True)
@@ -130,19 +128,19 @@ def test_greedy_generations_of_the_embedded_model_equal_those_of_hf() -> None:
 def test_accuracy_of_the_embedded_model_is_the_same_with_drafts(
     tmp_path: Path, capsys: Capture
 ) -> None:
-    """40 samples of GSM8K from `$SPECDEC_DATA/gsm8k` where that is there, else a few bundled
-    problems, in float32.
+    """40 samples of GSM8K from `$SPECDEC_DATA/gsm8k` where that is there, else one bundled
+    problem, in float32.
     """
     data = Path(os.environ.get("SPECDEC_DATA", ".")) / "gsm8k"
     local = (data / "test.jsonl").is_file()
     source = (
         ["--tasks", "gsm8k", "--data", f"gsm8k={data}", "--limit", "40"]
         if local
-        else ["--tasks", "bundled", "--limit", "2"]
+        else ["--tasks", "bundled", "--limit", "1"]
     )
     limits = [
         "--max-tokens",
-        "128" if local else "24",
+        "128" if local else "16",
         "--max-model-len",
         "2048",
         "--max-num-seqs",

@@ -233,9 +233,9 @@ def test_a_k_chosen_step_by_step_is_a_side_of_its_own(
     sweep = [
         "bench",
         "--limit",
-        "4",
+        "3",
         "--max-tokens",
-        "32",
+        "24",
         "--repeats",
         "1",
         "--drafter",

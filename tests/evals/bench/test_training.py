@@ -36,6 +36,8 @@ SMALL = {
     "num_hidden_layers": 8,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     "vocab_size": 512,
 }
 

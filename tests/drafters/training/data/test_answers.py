@@ -3,9 +3,6 @@
 import errno
 import gzip
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +34,7 @@ from tests.drafters.training.toy import (
     write_prompts,
     write_target,
 )
+from tests.helpers.ranks import run_command
 
 
 def question(text: str, answer: str | None = "worked") -> TrainingPrompt:
@@ -409,24 +407,7 @@ def test_processes_wait_for_each_others_prompts(tmp_path: Path) -> None:
     """Catches a process that asks before all prompts are written."""
     write_chat_target(tmp_path)
     config = small_config(tmp_path, self_prompts=20)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "specdec",
-        "train",
-        "answers",
-    ]
-    ran = subprocess.run(
-        command + as_flags(config),
-        cwd=Path(__file__).parents[4],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-    )
-    assert ran.returncode == 0, ran.stderr.decode()
+    run_command(2, ["train", "answers", *as_flags(config)])
     assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))
     assert shards(tmp_path) == shards(tmp_path / "whole")
 
