@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import verifiers
+from drafters.dflash.config.checkpoint import write_checkpoint
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.model.core import Verifier
-from tests.drafters.tiny import write_tiny_dflash
 from tests.helpers import tiny_composites
 from tests.helpers.gguf_files import characters, write_gguf
 from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
-from tests.helpers.tiny_models import plain_model, tiny_tokenizer
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 from tests.specdec.cli.fake_decoder import python
 from tests.verifiers.test_hf import BLOCK
 from tests.verifiers.weights.test_checkpoint import logits
@@ -186,13 +187,19 @@ def test_a_start_does_not_import_model_code(start: str, tmp_path: Path) -> None:
     elif start != "embedded":  # whose RoPE is stretched
         given += ["--model", str(saved("deepseek_v3" if start == "folder" else "qwen3", folder))]
     if start == "drafter":
-        given += ["--drafter", str(write_tiny_dflash(tmp_path / "drafter"))]
-    first = python(f"from specdec.cli.main import main; main({given!r})")
+        drafter = random_dflash(paged_verifier(plain_model("qwen3")), causal=(False, True, True))
+        write_checkpoint(tmp_path / "drafter", drafter.config, drafter.model.state_dict())
+        given += ["--drafter", str(tmp_path / "drafter")]
+    env = {**os.environ, **({} if start == "embedded" else {"SPECDEC_CACHE": str(tmp_path / "c")})}
+    first = python(
+        f"import sys; from specdec.cli.main import main; sys.exit(main({given!r}))", env=env
+    )
     assert first.returncode == 0, first.stderr
     found = python(
         f"import re, sys; from specdec.cli.main import main; main({given!r});"
         f" heavy = [name for name in sys.modules"
         f" if name in {HEAVY!r} or re.search({CLASSES!r}, name)];"
-        " sys.exit(', '.join(heavy) or 0)"
+        " sys.exit(', '.join(heavy) or 0)",
+        env=env,
     )
     assert (found.returncode, found.stdout) == (0, first.stdout), found.stderr
