@@ -28,7 +28,7 @@ from tests.helpers.tiny_models import (
 )
 
 K = 4
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 Outputs = dict[tuple[int, ...], list[int]]
 
 
@@ -41,7 +41,7 @@ def run(
 ) -> list[list[int]]:
     """Output tokens of every prompt, all queued at once."""
     engine = SpecEngine(verifier, drafter, config)
-    params = SamplingParams(max_tokens=MAX_TOKENS, **sampling)
+    params = SamplingParams(**{"max_tokens": MAX_TOKENS, **sampling})
     requests = [engine.add_request(prompt, params) for prompt in prompts]
     while engine.has_work:
         engine.step()
@@ -104,11 +104,11 @@ def ways() -> Iterator[Any]:
 
 
 @cache
-def case(name: str) -> tuple[Verifier, Outputs]:
+def case(name: str, max_tokens: int = MAX_TOKENS) -> tuple[Verifier, Outputs]:
     """A target and what transformers' `generate` makes of 5 prompts."""
     model = plain_model(name)
     return paged_verifier(model), {
-        tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in random_prompts(5)
+        tuple(p): plain_greedy(model, p, max_tokens) for p in random_prompts(5)
     }
 
 
