@@ -84,7 +84,7 @@ def test_sampled_output_with_preemption_is_that_of_the_target(tmp_path: Path) ->
             spec.bytes_per_token(torch.float32) for spec in [*verifier.kv_specs, *drafter.kv_specs]
         )
     )
-    prompts, sampling = random_prompts(4), {"temperature": 1.0, "seed": 3}
+    prompts, sampling = random_prompts(4), {"temperature": 1.0, "seed": 3, "max_tokens": 24}
     plain = decode(verifier, None, prompts, config(num_draft_tokens=0), **sampling)
     assert (
         decode(
