@@ -1,5 +1,6 @@
 """Reading single entries of a model's config."""
 
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ class PlainConfig(SimpleNamespace):
         tokenizer: module and name of the tokenizer's class, if it reads tokenizer.json alone.
         text_only: see `verifiers.config.wrappers.say_text_only`.
         media: see `verifiers.config.wrappers.media_token_ids`.
+        read: reads the config again, with transformers' class.
     """
 
     undeclared: frozenset[str]
@@ -30,6 +32,11 @@ class PlainConfig(SimpleNamespace):
     tokenizer: tuple[str, str] | None
     text_only: str
     media: dict[int, str]
+    read: Callable[[], PreTrainedConfig]
+
+    def __deepcopy__(self, memo: object) -> PreTrainedConfig:
+        """A config with its class: a copy is made to be changed, and then has other shapes."""
+        return self.read()
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("unkept", ()):

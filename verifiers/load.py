@@ -103,7 +103,7 @@ def load_verifier(
     else:
         entries = checkpoint_config(given, path, what="target")
         place = recalled.place_of(name, path, entries) if fuse else None
-        known = recalled.recall(place)
+        known = recalled.recall(place, path)
         whole, config, shard, spec = _understood(name, path, entries, known, group, fuse, options)
     backend = select_backend(attention, spec)
     tokenizer = tokenizer_in(path, name, None if known is None else known.tokenizer)

@@ -23,6 +23,7 @@ from verifiers.config.wrappers import (
     ClassFacts,
     class_facts,
     media_token_ids,
+    read_config,
     shapes_of,
     text_config,
     text_only,
@@ -63,8 +64,10 @@ def _of_code() -> list[tuple[int, int]]:
     return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
 
 
-def recall(place: Path | None) -> PlainConfig | None:
-    """What `keep` wrote there; None where there is nothing, or something else."""
+def recall(place: Path | None, folder: Path) -> PlainConfig | None:
+    """What `keep` wrote there of the target in a folder; None where there is nothing, or something
+    else.
+    """
     if place is None:
         return None
     try:
@@ -79,6 +82,7 @@ def recall(place: Path | None) -> PlainConfig | None:
         config.shapes, config.of_class = shapes, ClassFacts(*kept["of_class"])
         config.text_only, config.media = kept["text_only"], media
         config.tokenizer = kept["tokenizer"]
+        config.read = lambda: text_config(read_config(str(folder)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return config

@@ -1,5 +1,6 @@
 """What a start keeps of a target for the next: the same model, without Transformers' classes."""
 
+import copy
 import json
 import logging
 import os
@@ -13,12 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 import verifiers
 from drafters.dflash.config.checkpoint import write_checkpoint
+from drafters.mtp.load import load_mtp
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.model.core import Verifier
+from tests.drafters.mtp.test_oracles import TEXT, ours
 from tests.helpers import tiny_composites
 from tests.helpers.gguf_files import characters, write_gguf
 from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
+from tests.helpers.tiny_predictions import CASES, reference, write_target
 from tests.specdec.cli.fake_decoder import python
 from tests.verifiers.test_hf import BLOCK
 from tests.verifiers.weights.test_checkpoint import logits
@@ -78,6 +82,8 @@ def test_every_family_is_the_same(name: str, tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         assert wide_names(configs[0], dtype) == wide_names(configs[1], dtype)
     assert type(tokenizer) is type(known)
+    copies = [copy.deepcopy(config) for config in configs]
+    assert type(copies[0]) is type(copies[1]) and shapes_of(copies[0]) == shapes_of(copies[1])
     assert tokenizer("ab c").input_ids == known("ab c").input_ids
 
 
@@ -96,6 +102,17 @@ def test_so_is_the_text_part_of_a_composite(
 
 def change(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+@pytest.mark.parametrize("name", [*CASES])
+def test_layers_for_prediction_are_found_again(name: str, tmp_path: Path) -> None:
+    """Their shapes are those of a config that has been changed."""
+    write_target(tmp_path, reference(name), CASES[name][0])
+    first, second = load(tmp_path)[0], load(tmp_path)[0]
+    assert isinstance(second.config, PlainConfig)
+    hidden = torch.randn(len(TEXT) - 1, first.hidden_size)
+    drafted = [ours(load_mtp(verifier=verifier), hidden) for verifier in (first, second)]
+    assert torch.equal(*drafted)
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
