@@ -13,9 +13,11 @@ from specdec.base.checkpoint import hub
 from specdec.base.checkpoint.gguf_names import chosen, quant_of
 from specdec.base.errors import CheckpointError
 from specdec.cli.main import main
+from specdec.kernels.native import native
+from specdec.layers.packed import cpu as packed_cpu
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.hub_cache import COMMIT, cached, offline
-from tests.helpers.tiny_models import plain_greedy, plain_model
+from tests.helpers.tiny_models import plain_greedy, plain_model, tiny_tokenizer
 from verifiers import needs as needs_module
 from verifiers.gguf.file import GgufFiles
 from verifiers.load import load_verifier
@@ -107,6 +109,36 @@ def test_needs_are_told_from_the_file(file: Path) -> None:
         4,
         97,
     )
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_blocks_are_computed_in_bfloat16_on_any_cpu(
+    compiler: bool, file: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Our own products take them there, in bfloat16 alone, whatever torch is good at. Catches ones
+    that become four times as large, and as slow.
+    """
+    if compiler and native() is None:
+        pytest.skip("this machine has no C++ compiler")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(packed_cpu, "native", native if compiler else lambda: None)
+    plain_model("qwen2").save_pretrained(tmp_path / "folder")
+    tiny_tokenizer().save_pretrained(tmp_path / "folder")
+    half = torch.bfloat16 if compiler else torch.float32
+    asked: list[tuple[str | Path, dict[str, Any], torch.dtype]] = [
+        (file, {}, half),
+        ("embedded", {}, half),
+        (tmp_path / "folder", {}, torch.float32),
+        (file, {"weights": "bfloat16"}, torch.bfloat16),
+        (file, {"dtype": "float32"}, torch.float32),
+    ]
+    for name, options, expected in asked:
+        decoder = SpecDecoder.from_pretrained(name, drafter=None, device="cpu", **options)
+        assert decoder.engine.verifier.dtype == expected
+        decoder.close()
+    for name, expected in ((str(file), half), ("embedded", half), (str(file.parent), half)):
+        needs = read_needs(name, device=torch.device("cpu"), dtype=None, gpu_bytes=10**9)
+        assert needs.dtype == expected
 
 
 @pytest.mark.parametrize("keeps", [True, False])

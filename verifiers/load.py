@@ -26,7 +26,7 @@ from specdec.base.checkpoint.kinds import ADAPTER, check_adapter, checkpoint_con
 from specdec.base.checkpoint.tensor_files import TensorFiles, usually_named
 from specdec.base.config import GenerationSource
 from specdec.base.errors import CheckpointError, UnsupportedModelError
-from specdec.layers.packed.check import keeps_blocks, keeps_packed
+from specdec.layers.packed.check import fastest_dtype, keeps_blocks, keeps_packed
 from specdec.model.core import Verifier
 from specdec.parallel.group import Group
 from verifiers.config import recalled
@@ -50,7 +50,7 @@ def load_verifier(
     name: str | Path,
     *,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     attention: str = "auto",
     block_size: int = 16,
     cache_dtype: torch.dtype | None = None,
@@ -65,7 +65,8 @@ def load_verifier(
     Args:
         name: "embedded", a local folder, or a hub name.
         device: where the weights go.
-        dtype: type of weights and activations.
+        dtype: type of weights and activations; None for the fastest, see
+            `specdec.layers.packed.check.fastest_dtype`.
         attention: name of an attention backend, or "auto".
         block_size: tokens per cache block.
         cache_dtype: type of the cache when it is not `dtype`.
@@ -95,6 +96,9 @@ def load_verifier(
         if name == EMBEDDED
         else checkpoint_folder(given, what="target", weights=False)
     )
+    if dtype is None:
+        blocks = as_stored and (name == EMBEDDED or gguf_file(path) is not None)
+        dtype = fastest_dtype(device, blocks=blocks)
     options: dict[str, Any] = {"device": device, "dtype": dtype, "block_size": block_size}
     options |= {"cache_dtype": cache_dtype, "fp8_prefill": fp8_prefill}
     if direct:

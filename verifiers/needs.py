@@ -21,7 +21,7 @@ from specdec.base.checkpoint.tensor_files import INDEXES
 from specdec.base.config import DEFAULT_BLOCK_SIZE
 from specdec.base.errors import CheckpointError
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
-from specdec.layers.packed.check import keeps_blocks, keeps_packed
+from specdec.layers.packed.check import fastest_dtype, keeps_blocks, keeps_packed
 from specdec.model.core import ContextLimits
 from verifiers.config.families import READ_AS, describe, family_of
 from verifiers.config.generation import FILE, generation_of
@@ -55,6 +55,7 @@ class Needs:
         model_type: in its config.json.
         text_type: of the text part that would run; the same for a text model.
         runs_on: whose layers would run it; "" for none.
+        dtype: of its weights and activations.
         attention: backend that `auto` takes; "" where none can.
         caches: what is kept of requests, in words.
         token_bytes: of the paged cache per token.
@@ -77,6 +78,7 @@ class Needs:
     model_type: str
     text_type: str = ""
     runs_on: str = ""
+    dtype: torch.dtype | None = None
     attention: str = ""
     caches: tuple[str, ...] = ()
     token_bytes: int = 0
@@ -102,9 +104,10 @@ class Needs:
 
 
 def read_needs(
-    name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes: int, **options: Any
+    name: str, *, device: torch.device, dtype: torch.dtype | None, gpu_bytes: int, **options: Any
 ) -> Needs:
-    """What the target in a folder, or on the hub, needs; the arguments are those of `needs_of`.
+    """What the target in a folder, or on the hub, needs; the arguments are those of `needs_of`, and
+    `dtype` may be None for the fastest.
 
     Raises:
         CheckpointError: its config cannot be read.
@@ -122,6 +125,8 @@ def read_needs(
     options["total_size"] = int(size) if 0 < size < 2**63 else None
     options["names"] = tuple(files) if isinstance(files, dict) else ()
     options["gguf"] = None if (whole := gguf_of(where)) is None else GgufFiles(whole)
+    if dtype is None:
+        dtype = fastest_dtype(device, blocks=name == EMBEDDED or options["gguf"] is not None)
     needs = needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=gpu_bytes, **options)
     reasons = [] if name == EMBEDDED else tokenizer_reasons(name)
     needs = replace(needs, missing=(*needs.missing, *reasons))
@@ -208,6 +213,7 @@ def needs_of(
         "name": name,
         "model_type": config.model_type,
         "text_type": text.model_type,
+        "dtype": dtype,
         "stored": _stored(text, dtype) if gguf is None else ", ".join(kinds_of(gguf)),
         "gpu_bytes": gpu_bytes,
     }

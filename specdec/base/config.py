@@ -31,7 +31,8 @@ class LoadConfig:
 
     Attributes:
         device: "auto", "cpu", "cuda" or "cuda:N" (ROCm devices answer to "cuda").
-        dtype: "auto", "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16, but float32 on a CPU without
+            its instructions, GGUF files and the embedded model aside.
         attention: "auto" or the name of an attention backend.
         block_size: tokens per cache block.
         kv_dtype: "auto" stores keys and values in the model's own type; "fp8" stores 8-bit floats,

@@ -67,7 +67,8 @@ def unseen_gpu() -> str | None:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type called `name`; "auto" is bfloat16, float32 on a CPU without its instructions.
+    """The type called `name`; "auto" is bfloat16, float32 on a CPU without its instructions; see
+    also `specdec.layers.packed.check.fastest_dtype`.
 
     Raises:
         InvalidInputError: the name is not float32, bfloat16 or float16.

@@ -66,10 +66,11 @@ def _load(
     target: str | Path, load: LoadConfig, where: torch.device, group: Group | None = None
 ) -> Loaded:
     load_verifier = resolve(VERIFIERS, "hf", "verifier")
+    dtype = load.dtype if load.weights == "as-stored" else load.weights
     loaded: Loaded = load_verifier(
         target,
         device=where,
-        dtype=resolve_dtype(load.dtype if load.weights == "as-stored" else load.weights, where),
+        dtype=None if dtype == "auto" else resolve_dtype(dtype, where),
         attention=load.attention,
         block_size=load.block_size,
         cache_dtype=cache_dtype(load.kv_dtype, where),

@@ -27,6 +27,8 @@ def run_model(args: argparse.Namespace) -> int:
     Raises:
         SpecDecError: a config cannot be read, or the device or type does not exist here.
     """
+    import torch
+
     from specdec.base.config import LoadConfig
     from specdec.base.packages import require_ours
     from specdec.device.device import cache_dtype, describe_device, resolve_device, resolve_dtype
@@ -36,13 +38,14 @@ def run_model(args: argparse.Namespace) -> int:
             f"--gpu-memory is {args.gpu_memory:g}; give the memory of one GPU in GB, such as 192"
         )
     device = resolve_device(args.device)
-    dtype = resolve_dtype(args.dtype, device)
+    elsewhere = args.gpu_memory is not None  # a GPU that is not here
+    kind = torch.device("cuda") if elsewhere else device
+    dtype = None if (args.dtype, elsewhere) == ("auto", False) else resolve_dtype(args.dtype, kind)
     memory = _memory(device) if args.gpu_memory is None else int(args.gpu_memory * 1e9)
     kept = cache_dtype(LoadConfig(kv_dtype=args.kv_dtype).kv_dtype, device)
     require_ours("drafters", "verifiers")
-    # The memory of a GPU is given where there is none: quantized weights would stay packed on it.
-    on_cpu = device.type == "cpu" and dtype.itemsize == 2
-    packed = True if args.gpu_memory is not None and on_cpu else None
+    # quantized weights would stay packed on that GPU
+    packed = True if elsewhere and device.type == "cpu" and dtype != torch.float32 else None
     options = {"cache_dtype": kept, "packed": packed, "max_gpus": _max_gpus(args, device)}
     needs = resolve(PARTS, "needs", "part")(
         args.model, device=device, dtype=dtype, gpu_bytes=memory, **options
@@ -52,7 +55,7 @@ def run_model(args: argparse.Namespace) -> int:
     _say("type", f"{needs.model_type}{of}")
     if needs.runs_on:
         _say("runs on", needs.runs_on)
-        _say("device", f"{describe_device(device)}; {str(dtype).removeprefix('torch.')}")
+        _say("device", f"{describe_device(device)}; {str(needs.dtype).removeprefix('torch.')}")
         _say("attention", needs.attention or "none")
     if needs.caches:
         _say("cache", "; ".join(needs.caches))

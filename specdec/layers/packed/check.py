@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from specdec.device.deviation import Deviation, deviation, normal, worst
+from specdec.device.device import resolve_dtype
 from specdec.kernels.kernel import HALF, Kernel
 from specdec.layers.experts.experts import apply_experts
 from specdec.layers.experts.router import route
@@ -36,6 +37,15 @@ def keeps_blocks(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "cpu":
         return multiplies_in(dtype)
     return BLOCKS.runs_on(device, dtype)
+
+
+def fastest_dtype(device: torch.device, *, blocks: bool) -> torch.dtype:
+    """What "auto" is of a target, which may be in GGUF's `blocks`: our own products take these on
+    any CPU, in bfloat16 alone.
+    """
+    if device.type == "cpu" and blocks and keeps_blocks(device, torch.bfloat16):
+        return torch.bfloat16
+    return resolve_dtype("auto", device)
 
 
 def kernels_take(weight: PackedWeight) -> bool:
