@@ -38,6 +38,10 @@ class PlainConfig(SimpleNamespace):
         """A config with its class: a copy is made to be changed, and then has other shapes."""
         return self.read()
 
+    def to_dict(self) -> dict[str, Any]:
+        """What transformers' class makes of it."""
+        return self.read().to_dict()
+
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("unkept", ()):
             raise RuntimeError(f"{name} of a config is read, and is none of what is kept of it")

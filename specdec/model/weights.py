@@ -74,6 +74,8 @@ class Exchange:
 
     def _walk(self, kept: Any, fresh: Any, path: str) -> Iterator[str]:
         """What differs, in words."""
+        # configs by what they say, whether they have transformers' class or an earlier start's word
+        kept, fresh = (one.to_dict() if hasattr(one, "to_dict") else one for one in (kept, fresh))
         if kept is fresh or isinstance(kept, AttentionBackend | MlaBackend | PurePath):
             return  # of the target, without weights, or where they lie
         if type(kept) is not type(fresh):

@@ -82,6 +82,7 @@ def test_every_family_is_the_same(name: str, tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         assert wide_names(configs[0], dtype) == wide_names(configs[1], dtype)
     assert type(tokenizer) is type(known)
+    assert configs[0].to_dict() == configs[1].to_dict()
     copies = [copy.deepcopy(config) for config in configs]
     assert type(copies[0]) is type(copies[1]) and shapes_of(copies[0]) == shapes_of(copies[1])
     assert tokenizer("ab c").input_ids == known("ab c").input_ids
