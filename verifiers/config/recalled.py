@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers import __version__ as transformers_version
 
 from specdec.base.errors import SpecDecError
-from specdec.base.files import cache_folder
-from specdec.base.writing import write_text
+from specdec.base.files import cache_folder, parse_json
+from specdec.base.writing import make_folder, remove, write_text
 from verifiers.config.wrappers import (
     ClassFacts,
     class_facts,
@@ -71,7 +71,7 @@ def recall(place: Path | None, folder: Path) -> PlainConfig | None:
     if place is None:
         return None
     try:
-        kept = json.loads(place.read_text(encoding="utf-8"))
+        kept = parse_json(place.read_bytes(), strict=False)
         shapes = {name: torch.Size(shape) for name, shape in kept["shapes"].items()}
         media = {int(number): words for number, words in kept["media"].items()}
         about = {"undeclared": frozenset(kept["undeclared"]), "unkept": kept["unkept"]}
@@ -118,11 +118,11 @@ def keep(place: Path | None, whole: Any, tokenizer: Any) -> None:
         "tokenizer": [kind.__module__, kind.__qualname__] if plain else None,
     }
     with suppress(SpecDecError, OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(place.parent)
         write_text(place, json.dumps(kept))
         files = sorted(place.parent.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
         for file in files[:-MOST]:
-            file.unlink(missing_ok=True)
+            remove(file)
 
 
 def _entries(config: Any) -> tuple[dict[str, Any], list[str]]:
