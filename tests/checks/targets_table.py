@@ -257,17 +257,19 @@ _GGUF_ON_GPUS = (
     " same bits whatever rows are beside it. `specdec doctor --run` shows their check as `blocks`."
 )
 _GGUF_ON_CPUS = (
-    "On a CPU in bfloat16 weights of the types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K and"
-    " IQ4_NL are multiplied as they lie in the file. Their codes and scales are exact. Up to 64"
-    " rows of a forward are rounded to 8 bits, with a scale for every 32 numbers; llama.cpp takes"
-    " one for 256 with the types in `_K`. More rows are not rounded on a CPU with AMX. A row has"
-    " the same bits whatever rows are beside it, so drafts change no token. The C++ of it, and of"
-    " what a step on a CPU does between products, is compiled at the first use, which takes a few"
-    " seconds and needs `g++`, or the compiler that `CXX` names, options included. The result is"
-    " kept in `$SPECDEC_CACHE` (`~/.cache/specdec`) for each source, compiler and processor; where"
-    " that cannot be written, every start compiles. Without a compiler a line says so, weights"
-    " become bfloat16 numbers, and plain torch computes the steps. `--dtype float32` computes with"
-    " the exact numbers."
+    "On a CPU in bfloat16, which `--dtype auto` is for GGUF files and the embedded model on every"
+    " CPU, weights of the types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K and IQ4_NL are"
+    " multiplied as they lie in the file. Other checkpoints are computed in float32 on CPUs without"
+    " bfloat16's instructions. Codes and scales of blocks are exact. Up to 64 rows of a forward are"
+    " rounded to 8 bits, with a scale for every 32 numbers; llama.cpp takes one for 256 with the"
+    " types in `_K`. More rows are not rounded on a CPU with AMX. A row has the same bits whatever"
+    " rows are beside it, so drafts change no token. The C++ of it, and of what a step on a CPU"
+    " does between products, is compiled at the first use, which takes a few seconds and needs"
+    " `g++`, or the compiler that `CXX` names, options included. The result is kept in"
+    " `$SPECDEC_CACHE` (`~/.cache/specdec`) for each source, compiler and processor; where that"
+    " cannot be written, every start compiles. Without a compiler a line says so, weights become"
+    " numbers, and plain torch computes the steps. `--dtype float32` computes with the exact"
+    " numbers."
 )
 
 _STARTS = (
