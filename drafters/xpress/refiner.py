@@ -9,8 +9,8 @@ tokens before, and a lower triangular matrix L of each channel over the rows:
     logits_k + R (c_k + D (silu(G c_k) * U c_k))
 
 All up to c is linear, so what the block says of it is computed once (`start`), and the tokens' part
-is added. The anchor's row has no draft; behind what token it stands matters by L alone. vLLM takes
-the anchor's own for that one, training the true one, and so do we.
+is added. The anchor's row has no draft, but L mixes it into all others. The token before it is the
+one before the anchor, here as in training; vLLM takes the anchor itself.
 """
 
 from collections.abc import Callable, Mapping

@@ -51,7 +51,8 @@ class Exchange:
         wrong = ""
         parts = [] if hasattr(fresh, "parts") else getattr(kept, "parts", [])
         for part in parts or [kept]:
-            self._seen: set[tuple[int, int]] = set()
+            # by their ids, which nothing else may have meanwhile
+            self._seen: dict[tuple[int, int], tuple[Any, Any]] = {}
             self._tensors, self._objects = [], []
             wrong = next(self._walk(part, fresh, ""), "")
             if not wrong:
@@ -74,11 +75,9 @@ class Exchange:
 
     def _walk(self, kept: Any, fresh: Any, path: str) -> Iterator[str]:
         """What differs, in words."""
-        # configs by what they say, whether they have transformers' class or an earlier start's word
-        kept, fresh = (one.to_dict() if hasattr(one, "to_dict") else one for one in (kept, fresh))
         if kept is fresh or isinstance(kept, AttentionBackend | MlaBackend | PurePath):
             return  # of the target, without weights, or where they lie
-        if type(kept) is not type(fresh):
+        if type(kept) is not type(fresh) and not (_is_config(kept) and _is_config(fresh)):
             yield f"{path or 'it'} is a {type(fresh).__name__}, not a {type(kept).__name__}"
         elif isinstance(kept, Tensor):
             old, new = _described(kept), _described(fresh)
@@ -89,7 +88,7 @@ class Exchange:
             if kept != fresh:
                 yield f"{path} is {fresh!r}, not {kept!r}"
         elif (id(kept), id(fresh)) not in self._seen:
-            self._seen.add((id(kept), id(fresh)))
+            self._seen[id(kept), id(fresh)] = kept, fresh
             yield from self._walk_parts(kept, fresh, path)
 
     def _walk_parts(self, kept: Any, fresh: Any, path: str) -> Iterator[str]:
@@ -113,8 +112,17 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
 
 
+def _is_config(one: Any) -> bool:
+    """Whether it is the config of a model, of transformers' class or as an earlier start left it:
+    what these say is compared.
+    """
+    return hasattr(one, "to_dict") and not isinstance(one, type)
+
+
 def _parts(one: Any) -> dict[str, Any]:
     """What an object holds, by name."""
+    if _is_config(one):
+        return dict(one.to_dict())
     if isinstance(one, Mapping):
         return {str(key): value for key, value in one.items()}
     if isinstance(one, list | tuple):

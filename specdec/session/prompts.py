@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from specdec.base.chat.messages import (
+    asks_to_continue,
     check_variables,
     for_template,
-    goes_on,
     readable,
     template_variables,
 )
@@ -94,7 +94,7 @@ class PromptReader:
 
     def chat_text(self, messages: Sequence[dict[str, Any]], template: Mapping[str, Any]) -> str:
         """The text that the chat template makes of messages; it ends with the last one where that
-        asks to be gone on with.
+        asks to be continued.
 
         Raises:
             InvalidInputError: the tokenizer has no template, or it refuses the messages.
@@ -103,7 +103,7 @@ class PromptReader:
             what = f"the tokenizer of {self.name!r} has no chat template"
             raise InvalidInputError(f"{what}; give text or token ids")
         messages = readable(messages)
-        if goes_on(messages):
+        if asks_to_continue(messages):
             go_on = {"add_generation_prompt": False, "continue_final_message": True}
             template = {**template, **go_on}
         known = for_template(messages, self.tokenizer)

@@ -58,8 +58,9 @@ def tokenizer_in(
     are those of `load_tokenizer`.
 
     Args:
-        folder, name: see above.
-        kind: module and name of its class, where they are known.
+        folder: with its files.
+        name: for messages, and for transformers' choice of a class.
+        kind: module and name of its class, where an earlier start has kept them.
     """
     if name == EMBEDDED:
         load = partial(PreTrainedTokenizerFast.from_pretrained, str(folder))

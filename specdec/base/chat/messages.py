@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _PROBE = "qzx7 specdec"
 """A text that no template holds of its own."""
 
-_GOES_ON = ("prefix", "partial")
+_CONTINUED = ("prefix", "partial")
 """Keys of a last message of the assistant that answers go on with: DeepSeek's and Mistral's word,
 and Kimi's and Qwen's.
 """
@@ -51,18 +51,18 @@ def readable(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return [_readable(number, message) for number, message in enumerate(messages)]
 
 
-def goes_on(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last message asks to be gone on with, as `continue_final_message` does.
+def asks_to_continue(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message asks to be continued, as `continue_final_message` does.
 
     Raises:
         InvalidInputError: another message asks for it, or it is neither true nor false.
 
-    >>> goes_on([{"role": "user", "content": "a"}, {"role": "assistant", "prefix": True}])
+    >>> asks_to_continue([{"role": "user", "content": "a"}, {"role": "assistant", "prefix": True}])
     True
     """
     asks = False
     for number, message in enumerate(messages):
-        for name in _GOES_ON:
+        for name in _CONTINUED:
             given = message.get(name)
             if not isinstance(given, bool | None):
                 raise InvalidInputError(
@@ -82,14 +82,14 @@ def for_template(
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[dict[str, Any]]:
     """Messages as the template reads them: contents as parts where it reads nothing else, no role
-    that it does not know, and nothing of `goes_on`.
+    that it does not know, and nothing of `asks_to_continue`.
     """
     template = template_of(tokenizer)
     if template not in _reads_parts:
         parts = [{"type": "text", "text": _PROBE}]
         plain = _shows(tokenizer, _user(_PROBE))
         _reads_parts[template] = _shows(tokenizer, _user(parts)) and not plain
-    made = [{key: message[key] for key in message if key not in _GOES_ON} for message in messages]
+    made = [{key: message[key] for key in message if key not in _CONTINUED} for message in messages]
     for message in made:
         if message.get("role") == "developer" and "developer" not in template:
             logger.warning(

@@ -51,7 +51,7 @@ UNPADDED = 16
 AITER's draft kernel depend.
 """
 
-SPARE_GRAPHS = 384
+IDLE_GRAPHS = 384
 """Captured steps beyond which none is captured for shorter contexts; the rest is left to batches
 that want something rare.
 """
@@ -157,14 +157,14 @@ def _capture_shape(engine: SpecEngine, index: int) -> None:
 def _serve(engine: SpecEngine) -> None:
     set_serving(engine, True)
     if engine.runner.graphs and group_of(engine.verifier) is None:
-        shapes_later = idle_shapes(engine)
-        engine.idle_work.extend(partial(_capture_beside, engine, shape) for shape in shapes_later)
+        shapes = idle_shapes(engine)
+        engine.idle_work.extend(partial(_capture_beside, engine, shape) for shape in shapes)
 
 
 def _capture_beside(engine: SpecEngine, shape: WarmUpShape) -> None:
     """Captures one more shape while the engine has nothing to do, unless many are captured."""
     assert shape.captured and engine.runner.graphs
-    if engine.runner.graphs.num_captured >= SPARE_GRAPHS:
+    if engine.runner.graphs.num_captured >= IDLE_GRAPHS:
         engine.idle_work.clear()
         return
     set_serving(engine, False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from specdec.base.chat.messages import check_variables, goes_on, readable
+from specdec.base.chat.messages import asks_to_continue, check_variables, readable
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.logprobs import Top
 from specdec.serve.answers.answer import Answer
@@ -30,14 +30,14 @@ def chat_text(
     """
     try:
         messages = readable(asked.messages or [])
-        continues = goes_on(messages)
+        continues = asks_to_continue(messages)
     except InvalidInputError as error:
         raise RequestError(400, str(error), param="messages") from error
     variables = asked.variables
     check_variables(variables, reader.tokenizer)
     said = asked.model_fields_set
     if continues and not asked.continue_final_message and "continue_final_message" in said:
-        message = "the last message asks to be gone on with, and continue_final_message is false"
+        message = "the last message asks to be continued, and continue_final_message is false"
         raise RequestError(400, f"{message}; leave one out", param="continue_final_message")
     continues = continues or asked.continue_final_message
     if continues and asked.add_generation_prompt and "add_generation_prompt" in said:

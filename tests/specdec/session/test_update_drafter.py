@@ -4,10 +4,13 @@ used again.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +40,7 @@ from tests.helpers.tiny_models import (
     tiny_tokenizer,
 )
 from tests.helpers.waiting import in_time
+from verifiers.load import load_verifier
 
 PROMPTS = random_prompts(5, seed=1, longest=40)
 WAYS: dict[str, dict[str, Any]] = {
@@ -239,6 +243,34 @@ def test_what_was_made_late_is_made_of_the_new_weights_as_well() -> None:
     assert kept.doubled[0] == 2
     Exchange(kept, fresh, "other").apply()
     assert kept.weight.tolist() == [3, 3] and kept.doubled.tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("fresh_is_kept", [False, True])
+@pytest.mark.parametrize("kept_is_kept", [False, True])
+def test_configs_are_compared_by_what_they_say(
+    kept_is_kept: bool, fresh_is_kept: bool, tmp_path: Path
+) -> None:
+    """Whether transformers' class or an earlier start tells it; each of several that follow."""
+
+    def model(config: Any) -> Any:
+        return SimpleNamespace(first=deepcopy(config), second=config, weight=torch.ones(2))
+
+    configs = []
+    for number, epsilon in enumerate((1e-5, 1e-5, 1e-3)):
+        folder = tmp_path / str(number)
+        save_tiny(folder)
+        about = json.loads((folder / "config.json").read_text()) | {"rms_norm_eps": epsilon}
+        (folder / "config.json").write_text(json.dumps(about))
+        options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+        loaded: list[Any] = [load_verifier(folder, **options)[0] for _ in range(2)]
+        configs.append([verifier.config for verifier in loaded])
+    kept, alike, other = (
+        one[which]
+        for one, which in zip(configs, (kept_is_kept, fresh_is_kept, fresh_is_kept), strict=True)
+    )
+    Exchange(model(kept), model(alike), "alike")
+    with pytest.raises(SpecDecError, match=r"first\.rms_norm_eps is 0\.001, not 1e-05"):
+        Exchange(model(kept), model(other), "other")
 
 
 def test_two_ranks_go_on_with_the_same_weights(tmp_path: Path) -> None:

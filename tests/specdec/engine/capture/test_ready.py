@@ -325,7 +325,7 @@ def test_not_too_many_are_captured_beside(
     engine, clock = ready_engine(outputs)
     before = clock.num_captures
     assert engine.runner.graphs is not None
-    monkeypatch.setattr(warmup, "SPARE_GRAPHS", engine.runner.graphs.num_captured + 2)
+    monkeypatch.setattr(warmup, "IDLE_GRAPHS", engine.runner.graphs.num_captured + 2)
     while engine.idle_work:
         engine.idle_work.popleft()()
     assert clock.num_captures == before + 2
