@@ -137,6 +137,8 @@ def measure_dummy(args: argparse.Namespace) -> int:
             if args.out and speaks:
                 write_report(report, Path(args.out))
     finally:
+        if group is not None and report is not None:
+            group.leave()
         if weights:
             weights.cleanup()
         if report is not None and speaks:

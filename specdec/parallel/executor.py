@@ -47,6 +47,9 @@ class Ranks(Protocol):
     def end(self, *, kill: bool) -> None:
         """Waits for them to end, or ends them."""
 
+    def forget(self) -> None:
+        """Removes what they have met by, once this process has left their group."""
+
     def why_ended(self) -> str | None:
         """One line about the rank that has ended though nobody asked it to, waiting a moment for
         it; None if there is none.
@@ -252,6 +255,11 @@ class Executor:
             _current = None
         if self._ranks is not None:
             self._ranks.end(kill=kill)
+        if self._ranks is not None or not kill:  # else another rank may be amid a collective
+            self._wire.leave()
+            self.group.leave()
+        if self._ranks is not None:
+            self._ranks.forget()
 
     def _packed(self, call: tuple[Any, ...]) -> bytes:
         """A call, and the numbers of what rank 0 has let go of."""

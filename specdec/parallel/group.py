@@ -22,7 +22,7 @@ WITHOUT_MULTICAST = {
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Group:
     """One rank's view of its group; None in the place of a group is a process alone.
 
@@ -35,6 +35,7 @@ class Group:
             the same bits alone and among others. Otherwise large messages are added in the order
             that the backend likes.
         one_shot: adds small messages up in one kernel, in order; None where the backend alone adds.
+        begun: the device group is ours; else the program made it.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Group:
     host_group: Any
     ordered: bool = False
     one_shot: OneShot | None = None
+    begun: bool = False
 
     def least(self, number: int) -> int:
         """The smallest of all ranks' numbers; the hosts exchange it."""
@@ -55,6 +57,25 @@ class Group:
         assert count % self.size == 0, "refused before"
         each = count // self.size
         return range(self.rank * each, (self.rank + 1) * each)
+
+    def leave(self) -> None:
+        """Ends the process groups that are ours, whose last collective is over.
+
+        This waits for gloo's threads. One of them may be the last to let go of a tensor, for which
+        it needs the interpreter; where that ends meanwhile, the process aborts. NCCL's group stays:
+        it would wait for captured graphs, which refer to its communicator.
+        """
+        host, self.host_group = self.host_group, None
+        end_group(host)
+        if self.begun and dist.is_initialized() and dist.get_backend(self.device_group) == "gloo":
+            self.device_group = None
+            dist.destroy_process_group()
+
+
+def end_group(group: Any) -> None:
+    """Ends a group that `torch.distributed.new_group` made, unless the program has ended all."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
 
 
 def rank_device(device: torch.device) -> torch.device:
@@ -108,7 +129,9 @@ def join_group(
     if dist.get_world_size() == 1:
         return None
     world, host_group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
-    group = Group(dist.get_rank(), dist.get_world_size(), world, host_group, ordered)
+    group = Group(
+        dist.get_rank(), dist.get_world_size(), world, host_group, ordered, begun=begins
+    )
     return replace(group, one_shot=one_shot(group.size, world, device, group.least))
 
 

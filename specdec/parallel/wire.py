@@ -2,7 +2,6 @@
 more to say, over gloo.
 """
 
-import ctypes
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specdec.parallel.group import Group
+from specdec.parallel.group import Group, end_group
 
 NUMBERS = 12
 """Numbers of a message, its length in bytes among them."""
@@ -51,7 +50,7 @@ class Wire:
     def __init__(self, group: Group, secret: bytes = b"") -> None:
         # Of its own, so that what hosts exchange within a step cannot be taken for what begins the
         # next one.
-        self._group = dist.new_group(backend="gloo", timeout=_FOREVER)
+        self._group: Any = dist.new_group(backend="gloo", timeout=_FOREVER)
         assert group.size == dist.get_world_size(self._group)
         self._under_way: list[tuple[Any, Tensor]] = []  # with what they send
         self._secret, self._count = secret, 0  # messages so far
@@ -85,16 +84,17 @@ class Wire:
     def close(self, numbers: Sequence[int]) -> None:
         """Sends the last message, and waits until it has come to all.
 
-        What sends it is kept for ever. Else gloo's thread may be the last to let go of it, for
-        which it needs the interpreter; where that ends meanwhile, the process aborts.
-
         Raises:
             RuntimeError: a rank has ended.
         """
         self.say(numbers)
-        for work, _ in self._under_way:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
         self.flush()
+
+    def leave(self) -> None:
+        """Ends the group of the messages; see `Group.leave`."""
+        self._under_way.clear()
+        group, self._group = self._group, None
+        end_group(group)
 
     def hear(self) -> Message:
         """Waits for the next message, however long.

@@ -103,4 +103,12 @@ def _command(rank: int, size: int, port: int, arguments: list[str]) -> int:
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return main(arguments)
+    status = main(arguments)
+    # one that waits for the interpreter at the process's end aborts it
+    assert "pt_gloo_runloop" not in threads(), "gloo's threads outlive the command"
+    return status
+
+
+def threads() -> list[str]:
+    """The names of this process's threads, as Linux knows them."""
+    return [one.read_text().strip() for one in Path("/proc/self/task").glob("*/comm")]

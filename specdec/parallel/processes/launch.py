@@ -132,9 +132,10 @@ class Started(Ranks):
         """See `Ranks.end`."""
         self._workers.end(kill=kill)
         torch.set_num_threads(self._threads)
-        # NCCL would wait for captured graphs, which refer to its communicator
-        if dist.get_backend() == "gloo":
-            dist.destroy_process_group()
+
+    def forget(self) -> None:
+        """See `Ranks.forget`; NCCL, whose group stays, looks for its file."""
+        if not dist.is_initialized():
             self._folder.remove()
 
     def why_ended(self) -> str | None:
@@ -206,6 +207,7 @@ def _meet(
         )
         group = join_group(device)
         assert group is not None, "there are several ranks"
+        group.begun = True
         return executors.install(Executor(group, ranks, secret))
 
 
