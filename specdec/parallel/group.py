@@ -129,9 +129,7 @@ def join_group(
     if dist.get_world_size() == 1:
         return None
     world, host_group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
-    group = Group(
-        dist.get_rank(), dist.get_world_size(), world, host_group, ordered, begun=begins
-    )
+    group = Group(dist.get_rank(), dist.get_world_size(), world, host_group, ordered, begun=begins)
     return replace(group, one_shot=one_shot(group.size, world, device, group.least))
 
 
