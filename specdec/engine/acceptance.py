@@ -1,15 +1,18 @@
-"""Acceptance: which drafts stay, and the token of the target's own that follows them.
+"""Acceptance: which drafts stay, and the token of the target's own that follows them. `accept` is
+where a step enters.
 
 Both rules leave the target's distribution exactly as it is:
 
-- A draft that is a point mass is compared with the token the target chooses at its position. The
-  output is then the target's own choices, token for token those of plain decoding. In a tree the
-  walk goes on in the child that has this token; whatever the tree was chosen by, the target has not
-  seen it (DDTree, arXiv 2604.12989).
-- Drafts drawn from known distributions q are judged as a block (Sun et al. 2024, arXiv 2403.10444):
-  as many are kept as have been likely enough together, and what follows them is drawn from what
-  they leave of p. That keeps no fewer than a test of each by min(1, p/q) (Leviathan et al. 2022,
-  arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+- A draft that is a point mass, as all are of greedy requests and, by default, of sampled ones, is
+  compared with the token the target chooses at its position (`_of_chain`). The output is then the
+  target's own choices, token for token those of plain decoding. In a tree `walk` goes on in the
+  child that has this token; whatever the tree was chosen by, the target has not seen it (DDTree,
+  arXiv 2604.12989).
+- Drafts drawn from known distributions q, `draft_sampling="probabilistic"`, are judged as a block
+  (`_block_verification`; Sun et al. 2024, arXiv 2403.10444): as many are kept as have been likely
+  enough together, and what follows them is drawn from what they leave of p. That keeps no fewer
+  than a test of each by min(1, p/q) (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023,
+  arXiv 2302.01318).
 """
 
 import torch
