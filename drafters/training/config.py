@@ -47,7 +47,9 @@ class TrainConfig:
         "folder of the run; running again with the same folder goes on where the last run stopped",
         metavar="FOLDER",
     )
-    model: str = _option("embedded", "run", "target: embedded, a folder, or a hub name")
+    model: str = _option(
+        "embedded", "run", "target: embedded, a folder, a GGUF file, or a hub name"
+    )
     revision: str | None = _option(
         None, "run", "branch, tag or commit of the target on the hub, as in owner/name@NAME"
     )
@@ -91,17 +93,19 @@ class TrainConfig:
     self_prompts: int = _amount(
         0, "answers", "prompts that the target writes itself (Magpie), beside the files"
     )
-    opening_share: float = _share(0.0, "answers", "share of these that are begun for it")
+    opening_share: float = _share(
+        0.0, "answers", "share of --self-prompts whose beginning is given, by --openings"
+    )
     openings: tuple[str, ...] = _option(
         (),
         "answers",
-        f"kinds of these, as often as they are named: {', '.join(KINDS)} (default: each once)",
+        f"kinds of these beginnings, in the shares named: {', '.join(KINDS)} (default: each once)",
         metavar="KIND",
     )
     documents: int = _amount(
         0,
         "answers",
-        "prompts about texts that the target wrote in its answers to all others, beside these",
+        "further prompts, about texts of the target's answers to all others",
     )
     few_shot_share: float = _share(
         0.0,
@@ -112,7 +116,9 @@ class TrainConfig:
     temperatures: tuple[float, ...] = _option(
         (0.0,), "answers", "one answer per prompt and temperature; 0 is greedy"
     )
-    top_p: float = _share(1.0, "answers", "keep the likeliest tokens that reach P when sampling")
+    top_p: float = _share(
+        1.0, "answers", "when sampling, keep the likeliest tokens that reach this probability"
+    )
     max_tokens: int = _count(256, "answers", "most tokens of an answer")
     heldout: int = _count(64, "answers", "prompts kept out of training, answered greedily, for tau")
     answer_server: str | None = _option(
@@ -122,7 +128,7 @@ class TrainConfig:
         metavar="URL",
     )
     heldout_temperature: float = _amount(
-        1.0, "answers", "of a second answer to each of these; 0 is none"
+        1.0, "answers", "temperature of a second answer to each held-out prompt; 0 is none"
     )
     max_num_seqs: int = _count(256, "answers", "answers decoded at once")
     attention: str = _option("auto", "answers", "attention backend of the engine")
@@ -155,7 +161,7 @@ class TrainConfig:
     head: str = _option(
         "none",
         "drafter",
-        "head that lets the token before have a say: none, markov, gated, selector, domino,"
+        "head that corrects drafts by the tokens before: none, markov, gated, selector, domino,"
         " lilicorr or xpress",
     )
     head_rank: int = _count(128, "drafter", "rank of the head's corrections")
@@ -163,7 +169,7 @@ class TrainConfig:
     head_candidates: int = _option(
         16,
         "drafter",
-        "tokens of a position that the head corrects, the likeliest; 0 is the vocabulary",
+        "likeliest tokens of a position that the head corrects; 0 is the whole vocabulary",
     )
     tied_tables: bool = _option(
         False, "drafter", "the head's tables are projections of the target's own"
@@ -186,7 +192,7 @@ class TrainConfig:
     replay: float = _share(
         0.0,
         "training",
-        "share of the blocks that begin where drafts of the others were refused, as live ones do",
+        "share of the blocks that begin where drafts of other blocks were refused",
     )
     optimizer: str = _option(
         "adamw", "training", "adamw, or muon: by orthogonalized momentum, for matrices"
@@ -202,7 +208,7 @@ class TrainConfig:
         "training",
         "decay of the running mean of the weights, which is measured and exported; 0 is none",
     )
-    weight_decay: float = _amount(0.01, "training", "of the optimizer, on matrices")
+    weight_decay: float = _amount(0.01, "training", "decay of the weights of matrices")
     clip: float = _positive(1.0, "training", "largest norm of the gradient")
     epochs: float = _positive(6.0, "training", "passes over the answers")
     max_steps: int | None = _positive(None, "training", "optimizer steps, instead of epochs")

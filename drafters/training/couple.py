@@ -37,8 +37,8 @@ _EPILOG = """\
 example:
   specdec couple run/drafter --model path/or/hub-name --prompts more-questions.jsonl
 
-Prompts that the drafter was not trained on tell most. What is output does not depend on the
-weights, only how many drafts are accepted when sampling. docs/training.md says more.
+Give prompts that the drafter was not trained on. Outputs do not depend on the weights, only how
+many drafts are accepted when sampling. docs/training.md says more.
 """
 
 
@@ -47,10 +47,10 @@ class CoupleConfig:
     """What to fit to.
 
     Attributes:
-        model: the target: embedded, a folder, or a hub name.
+        model: the target: embedded, a folder, a GGUF file, or a hub name.
         prompts: text or JSON lines files with prompts; never a test split.
         max_prompts: most prompts taken from the files.
-        temperatures: at which weights are fitted; between them they are interpolated.
+        temperatures: temperatures at which weights are fitted; others are interpolated.
         max_tokens: most tokens of an answer.
         max_num_seqs: answers decoded at once.
         seed: fixes prompts and answers.

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evals.bench import shapes
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import check_writable, place_of, write_text
@@ -130,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--behind-hits",
         action="store_true",
-        help="ask every prompt once more from the prefix cache: tau behind hits",
+        help="ask every prompt once more, from the prefix cache, and print tau of that, too",
     )
     add("--peer", nargs="+", default=[], metavar="NAME", help="other systems in the same run:"
                                                               " transformers, transformers-lookup, "
@@ -139,35 +140,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "a shape without weights",
         "Times prefill and steps of a model with random weights, on prompts of random tokens;"
-        " --max-tokens is the number of timed"
-        " steps, and no prompt set, drafter or sampling takes part.",
+        " --max-tokens is the number of timed steps. No prompt set, drafter or sampling takes part."
+        " --weights fp8 or int4 quantizes.",
     ).add_argument
-    add("--dummy-weights", metavar="CONFIG", help="a config.json, a folder with one, or a shape"
-                                                  " that comes with the package: "
-        "gemma3-4b, gpt-oss-20b, qwen3-30b-a3b, qwen3-8b, qwen3.5-9b, qwen3.5-35b-a3b")  # fmt: skip
+    add(
+        "--dummy-weights",
+        metavar="CONFIG",
+        help="a config.json, a folder with one, or a shape that comes with the package: "
+        + ", ".join(shapes.names()),
+    )
     add("--prompt-tokens", nargs="+", type=whole_number, default=[1024], metavar="N",
-        help="length of the prompts; further "
-        "lengths are measured with one request (default 1024)")  # fmt: skip
+        help="lengths of the prompts; all but the first are measured with one request"
+        " (default 1024)")  # fmt: skip
     add("--verify-rows", nargs="+", type=whole_number, default=[8], metavar="N",
-        help="rows per request of a step that verifies "
-        "a chain of N - 1 drafts which cost nothing; 1 leaves it out (default 8); --tree adds"
-        " trees")  # fmt: skip
+        help="rows per request of a step that verifies a chain of N - 1 drafts, made without cost;"
+        " 1 leaves it out (default 8); --tree adds trees")  # fmt: skip
 
     add(
         "--synthetic-acceptance",
         nargs="+",
         type=float,
         metavar="L",
-        help="tokens/s with the drafts of a DFlash drafter with random weights, of which so many"
-        " are accepted that a step puts out L tokens; or rates at which the first 1, 2, ... are."
-        " --drafter names its config.json, -k how many drafts",
+        help="measure tokens/s with a DFlash drafter of random weights, accepting as many drafts as"
+        " make L tokens per step; several numbers are the rates at which the first 1, 2, ... drafts"
+        " are accepted. --drafter names its config.json, -k the number of drafts",
     )
     add(
         "--synthetic-spread",
         type=float,
         default=0.0,
         metavar="S",
-        help="means of requests lie evenly in L - S to L + S (default 0: all alike)",
+        help="requests have means evenly spread from L - S to L + S (default 0: all have L)",
     )
 
     ray_options(parser)

@@ -32,21 +32,20 @@ class LoadConfig:
     Attributes:
         device: "auto", "cpu", "cuda" or "cuda:N" (ROCm devices answer to "cuda").
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16, but float32 on a CPU without
-            its instructions, GGUF files and the embedded model aside.
-        attention: "auto" or the name of an attention backend.
+            bfloat16 instructions, except for GGUF files and the embedded model.
+        attention: "auto" or a backend, by its name in `specdec doctor`.
         block_size: tokens per cache block.
         kv_dtype: "auto" stores keys and values in the model's own type; "fp8" stores 8-bit floats,
             half the memory and no longer exact, on backends that have them.
         prefill_dtype: "auto" computes prompts, and queries of an 8-bit cache, in 8-bit floats where
-            a backend has a kernel for that: latent attention on gfx950; "model" in the model's own
-            type everywhere.
-        weights: "as-stored" leaves quantized weights packed where a kernel multiplies with them, in
-            half precision on an accelerator; "bfloat16" makes plain numbers of them when they are
-            read, as everywhere else.
-        tensor_parallel: processes, each with an accelerator of its own, that compute the target
-            together; None takes those that `torchrun` has started for a command, and one otherwise.
-        generation_config: "model" decodes as the checkpoint's generation_config.json says where a
-            request does not say; "none" takes nothing but end-of-sequence tokens from it.
+            a kernel does that (latent attention on gfx950); "model" always in the model's own type.
+        weights: "as-stored" keeps quantized weights packed where a kernel multiplies with them (in
+            half precision on an accelerator) and unpacks others; "bfloat16" unpacks all as they are
+            read.
+        tensor_parallel: processes that compute the target together, each on an accelerator of its
+            own; None takes the number that `torchrun` has started, else 1.
+        generation_config: "model" takes what a request leaves out from the checkpoint's
+            generation_config.json; "none" takes only end-of-sequence tokens from it.
         chat_template: a file with a Jinja template in place of the tokenizer's own. It may be the
             text of one, too, and the text is what is kept.
         chat_template_kwargs: variables of the chat template as a JSON object, such as
@@ -106,7 +105,7 @@ class CacheConfig:
     """The paged KV cache of the target and, in the same blocks, of the drafter.
 
     Attributes:
-        memory_bytes: budget for all key and value tensors; None takes what the device has room for
+        memory_bytes: memory of all key and value tensors; None takes what the device has room for
             (`specdec.device.device`).
         prefix_caching: keep full blocks of prompts and outputs, and share them with requests that
             begin alike.
@@ -140,26 +139,25 @@ class EngineConfig:
         max_model_len: most tokens of prompt and output together; None takes what the model is made
             for.
         max_prefill_tokens: prompt tokens per step, the size of a prefill chunk; None takes 512 on a
-            CPU, elsewhere up to 8,192, as the attention backend says, and 2,048 beside requests
-            that decode, which wait for a chunk.
+            CPU, elsewhere what the attention backend says, up to 8,192, and 2,048 while other
+            requests decode.
         num_draft_tokens: k, drafts per step: a number, 0 for plain decoding, or "auto" for what
-            decodes fastest, chosen step by step up to the drafter's own number, by the times and
-            the acceptance measured so far (`specdec.engine.policy.block_choice`). None takes what
-            the drafter's checkpoint recommends, else its own number. With "auto", probabilistic
-            drafts make sampled output depend on the speed of the machine, which a seed does not
-            repeat.
-        tree_nodes: drafts of a step that form a tree, up to 64; 0 makes chains alone. None leaves
-            it to "auto", which chooses among chains and trees where drafter and target serve trees;
-            a number of draft tokens makes chains.
-        verify_budget: drafts of a request that a step verifies on average; None verifies all. Those
-            of all requests are ranked by how likely they are accepted
-            (`specdec.engine.policy.budget`). "auto" is for blocks whose shape is chosen, and lets
-            some have a budget.
-        draft_sampling: "coupled" drafts of sampled requests are chosen with the noise that the
-            target will choose by (Daliri, Musco and Suresh, arXiv 2408.07978), "greedy" ones
-            without it. Either is a point mass, so sampled output equals plain decoding with the
-            same seed token for token. "probabilistic" draws drafts from the drafter's distribution
-            with numbers of their own, in chains alone, exact in distribution.
+            decodes fastest, chosen step by step from measured times and acceptance, up to the
+            drafter's own number (`specdec.engine.policy.block_choice`). None takes what the
+            drafter's checkpoint recommends, else its own number. With "auto", probabilistic drafts
+            make sampled output depend on the speed of the machine, which a seed does not repeat.
+        tree_nodes: drafts of a step, as a tree, up to 64; 0 makes chains only. None leaves it to
+            "auto", which chooses among chains and trees where drafter and target serve trees; a
+            number of draft tokens makes chains.
+        verify_budget: drafts per request that a step verifies, on average over all requests; None
+            means all. The likeliest of all requests are taken (`specdec.engine.policy.budget`).
+            "auto", for blocks whose shape is chosen, lets some have a budget.
+        draft_sampling: how drafts of sampled requests are made: "coupled" with the noise that the
+            target will choose by (Daliri, Musco and Suresh, arXiv 2408.07978), "greedy" as the
+            likeliest, "probabilistic" by drawing. The first two are point masses, so sampled output
+            equals plain decoding with the same seed token for token. Probabilistic drafts are drawn
+            from the drafter's distribution with numbers of their own, in chains alone; output is
+            exact in distribution.
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an
             accelerator and 0 on a CPU.
         graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs or
@@ -168,8 +166,8 @@ class EngineConfig:
             CPU. None captures on CUDA, and on AMD's gfx942 and gfx950 once a captured step has
             passed its self-check (`specdec.device.self_check`), and warns and goes on without
             where the device refuses; True raises there.
-        timing: measure the phases of each step; synchronizes the device, so it slows an accelerator
-            down, and runs without graphs.
+        timing: measure the phases of each step; this makes an accelerator slower, and runs without
+            graphs.
         seed: source of the seeds of requests that bring none.
         cache: the KV cache.
     """

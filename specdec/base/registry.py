@@ -141,7 +141,9 @@ VERBS = (
         "complete prompts, or compare the speed with plain decoding",
         "specdec.cli.generate",
     ),
-    Verb("serve", "answer requests over HTTP, as OpenAI's API has them", "specdec.serve.command"),
+    Verb(
+        "serve", "answer requests over HTTP, in the form of OpenAI's API", "specdec.serve.command"
+    ),
     Verb("eval", "score tasks of lm-eval with and without drafts", "evals.accuracy.command"),
     Verb("bench", "measure acceptance and speed over prompt sets", "evals.bench.command"),
     Verb(
@@ -152,13 +154,13 @@ VERBS = (
     Verb("train", "train a drafter on the target's own answers", "drafters.training.command"),
     Verb(
         "couple",
-        "fit how far a drafter trusts its probabilities and the target's noise",
+        "fit a DFlash drafter's weights for sampling, so that more drafts are accepted",
         "drafters.training.couple",
     ),
     Verb("convert", "write a drafter's checkpoint in another layout", "drafters.convert"),
     Verb(
         "warmup",
-        "compile what a configuration will need, before a request waits for it",
+        "compile the kernels that a configuration needs, before a request waits for them",
         "specdec.cli.warmup",
     ),
     Verb(

@@ -191,7 +191,7 @@ def _parser_of(name: str) -> tuple[Any, Parser]:
     verb = next((verb for verb in VERBS if verb.name == name), None)
     if verb is None:
         raise unknown_name([verb.name for verb in VERBS], name, "command")
-    parser = Parser(f"specdec {name}", description=f"{verb.summary.capitalize()}.")
+    parser = Parser(f"specdec {name}", description=f"{verb.summary[:1].upper()}{verb.summary[1:]}.")
     require_ours(verb.home.partition(".")[0])
     home = import_module(verb.home)
     home.add_arguments(parser)

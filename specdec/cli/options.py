@@ -42,11 +42,11 @@ class ModelConfig:
     """Which models take part.
 
     Attributes:
-        model: the target: embedded, a folder, or a hub name (owner/name, owner/name:folder, with
-            @revision at its end).
+        model: the target: embedded, a folder, a GGUF file, or a hub name (owner/name,
+            owner/name:folder, owner/name:Q4_K_M, with @revision at its end).
         drafter: auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram,
-            suffix, mtp, a checkpoint of a drafter or a small language model (folder or hub name),
-            several of these with + between them, or none.
+            suffix, mtp, a checkpoint of a drafter or a small language model (as --model),
+            module:function, several of these with + between them, or none.
     """
 
     model: str = "embedded"
@@ -75,9 +75,7 @@ def revision_option(group: argparse._ActionsContainer) -> None:
 def engine_options(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any
 ) -> None:
-    """The group of options of engine and cache;
-    `names` and `options` as `add_options` takes them.
-    """
+    """The options of engine and cache; `names` and `options` as `add_options` takes them."""
     group = parser.add_argument_group("engine")
     for config in (EngineConfig, CacheConfig):
         wanted = [name for name in _own(config) if names is None or name in names]

@@ -14,10 +14,11 @@ class ClusterConfig:
     """Engines of a cluster.
 
     Attributes:
-        engines: how many; None takes as many as the GPUs of the cluster give, and one per machine
-            where there are none.
-        gpus_per_engine: GPUs of each, all on one machine; None takes 1 where the cluster has GPUs.
-        cpus_per_engine: CPU cores of each.
+        engines: number of engines; None takes as many as the GPUs of the cluster give, and one per
+            machine where there are none.
+        gpus_per_engine: GPUs of each engine, all on one machine; None takes 1 where the cluster has
+            GPUs.
+        cpus_per_engine: CPU cores of each engine.
     """
 
     engines: int | None = None

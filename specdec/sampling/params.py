@@ -43,14 +43,13 @@ class SamplingParams:
     penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
-        max_tokens: most new tokens, at least 1; 0 with `prompt_logprobs`, which then are all that
-            is asked for.
+        max_tokens: most new tokens; 0, with `prompt_logprobs`, only scores the prompt.
         temperature: 0 decodes greedily; otherwise logits are divided by it.
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set whose probability reaches `top_p`, in (0, 1]; 1 keeps all.
         min_p: drop tokens less likely than `min_p` times the most likely one, in [0, 1).
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt
-            or output, where 1 is off; None takes the checkpoint's own, else 1. See
+        repetition_penalty: divides positive and multiplies negative logits of tokens that prompt or
+            output have; None takes the checkpoint's own, else 1, which is off. See
             `SamplingDefaults`.
         seed: random stream of the request, in [0, 2**63); None draws one, which the result reports.
         stop: strings that end the output; the text is cut before them.
@@ -58,26 +57,27 @@ class SamplingParams:
         ignore_eos: do not stop at the model's end-of-sequence ids.
         logprobs: return the log-probability of each output token under the target's unprocessed
             logits.
-        top_logprobs: return so many of the likeliest tokens at each output token, too, with theirs.
-        prompt_logprobs: return the same of every prompt token but the first, with so many of the
-            likeliest; None returns none. Such a prompt is computed anew, whatever the prefix cache
-            holds.
-        min_tokens: least new tokens before an end-of-sequence id or one of `stop_token_ids`, which
-            cannot be chosen until then, and before the text in which a stop string is found; None
-            takes the checkpoint's own, else 0.
-        presence_penalty: taken off the logit of every token of the output so far; negative numbers
-            favor it.
-        frequency_penalty: the same, as often as the output has the token.
+        top_logprobs: return, at each output token, this many of the likeliest tokens with their
+            log-probabilities.
+        prompt_logprobs: return the log-probability of every prompt token but the first, and this
+            many of the likeliest tokens there; None means neither. Such a prompt is computed anew,
+            whatever the prefix cache holds.
+        min_tokens: new tokens that come before an end-of-sequence id or one of `stop_token_ids` may
+            be chosen, and before stop strings count; None takes the checkpoint's own, else 0.
+        presence_penalty: subtracted from the logits of all tokens that the output has; a negative
+            number raises them.
+        frequency_penalty: subtracted from a token's logit once for each time that the output has
+            it.
         logit_bias: numbers added to the logits of tokens, by id: a mapping or pairs.
         grammar: what the output must look like; it ends with an end-of-sequence token once it is
             complete.
-        grammar_after_thinking: the grammar begins behind the thinking, where the prompt or the
-            output begins with one; None does so for conversations.
-        thinking_token_budget: most tokens of the thinking, which then ends. As in vLLM.
-        cache_salt: prompts share cached beginnings only with those of the same salt, such as a
-            tenant's name; None is a salt, too.
-        read_prefix_cache: begin with what the cache has of the prompt; False computes all of it,
-            and still offers it to others.
+        grammar_after_thinking: let the grammar begin after the thinking, if there is any; None
+            means for conversations.
+        thinking_token_budget: most tokens of the thinking, which is closed then. As in vLLM.
+        cache_salt: share the prefix cache only with requests of the same salt, such as a tenant's
+            name; None means with those that have no salt.
+        read_prefix_cache: reuse the beginning of the prompt that is in the prefix cache; else all
+            of the prompt is computed, which others may reuse.
         skip_special_tokens: leave special tokens out of the text. A stop string that is one of them
             ends the output all the same.
         num_draft_tokens, tree_nodes: most drafts of this request in a step, see `EngineConfig`: no

@@ -31,51 +31,52 @@ class ServeConfig:
 
     Attributes:
         host: address to listen on; 0.0.0.0 stands for all addresses of the machine.
-        port: to listen on; 0 takes a free one.
-        front_processes: that speak HTTP and make tokens of texts and back, beside the engine's;
-            None takes one for every 64 requests decoded at once and every 4 cores, at most 4.
-        served_model_name: name by which requests may call the model, and answers the first of them;
-            none stands for that of the target.
-        api_key: what clients send as a bearer token; None takes $SPECDEC_API_KEY, and without that
-            nobody is asked.
-        max_queue: unfinished outputs, above which new requests get status 503.
-        max_queued_tokens: prompt tokens of all unfinished outputs, above which new requests get
-            status 503.
-        max_choices: outputs of one request, n times its prompts.
-        max_body_bytes: size of a request.
-        max_body_values: values of JSON in a request, where an object or an entry of one counts as
-            four.
-        max_open_body_bytes: what unfinished requests may hold together, by their bytes and 64 for
-            each value; 64 KiB of one are always taken. Where it is too much, the largest that still
-            comes gives way.
-        max_connections: above it those are closed that have waited longest without asking anything.
-        header_seconds: how long the head of a request may take, from the connection on or from its
+        port: port to listen on; 0 takes a free one.
+        front_processes: processes that speak HTTP and tokenize, beside the engine's; None takes one
+            for every 64 requests decoded at once, at most one for every 4 cores, and at most 4.
+        served_model_name: name of the model in requests, the first also in answers; without one the
+            name is the target's.
+        api_key: what clients must send as a bearer token; None takes $SPECDEC_API_KEY, and without
+            that anybody may ask.
+        max_queue: most unfinished outputs; more requests get status 503.
+        max_queued_tokens: most prompt tokens of all unfinished outputs; more requests get status
+            503.
+        max_choices: most outputs of one request, n times its prompts.
+        max_body_bytes: most bytes of a request.
+        max_body_values: most values of JSON in a request, where an object or an entry of one counts
+            as four.
+        max_open_body_bytes: most bytes that unfinished requests hold together, each value of JSON
+            counted as 64 more; 64 KiB of a request are always taken. Above it the largest that
+            still comes is refused.
+        max_connections: most connections; above it the longest idle ones are closed.
+        header_seconds: most time for the head of a request, from the connection on or from its
             first byte.
-        body_seconds: how long the body of a request may take, and a client that reads nothing of
-            its answer.
-        keep_alive_seconds: how long a connection stays open without a request.
-        allowed_hosts: names by which the server may be asked; addresses and localhost are always
-            right. Nothing else is looked at unless names are given, or the server listens on this
-            machine alone and has no key.
-        allowed_origins: web pages from elsewhere that may ask, by scheme and host such as
+        body_seconds: most time for the body of a request, or in which a client reads nothing of its
+            answer.
+        keep_alive_seconds: most time that a connection stays open without a request.
+        allowed_hosts: host names by which clients may reach the server; addresses and localhost are
+            always right. Other names are refused only where names are given, or where the server
+            listens on this machine alone and has no key.
+        allowed_origins: web pages of other sites that may ask, by scheme and host such as
             https://chat.example, or * for all.
-        drain_seconds: how long unfinished outputs go on after SIGTERM, SIGINT or SIGHUP.
+        drain_seconds: most time for unfinished outputs after SIGTERM, SIGINT or SIGHUP.
         log_requests: write a line about each request to standard error: its name, tokens, seconds
             and tau.
         vllm_metrics: give the metrics under vLLM's names, too.
-        tool_format: how the model writes calls of tools; None is as the chat template has it.
-        drafter_updates: a folder of checkpoints whose weights POST /update_drafter may put in the
-            place of the drafter's, for who has the key; None has no such route.
-        learn_from_requests: a folder where finished requests are kept, for its owner alone, to
-            train the drafter on; None keeps none. Requests that say `store: false`, or have a
-            `cache_salt`, are never kept.
-        learn_limit: bytes that are kept; the oldest go.
-        learn_device: device on which a process of its own trains the drafter on them, and hands
-            over weights that are better; None only keeps requests.
-        learn_every: output tokens to be kept between two trainings.
-        learn_nice: niceness of that process, from 0, which has as much of the processors as the
-            server, to 19, which has what is left.
-        learn_config: file with options of `specdec train`, over those of its recipe learn.toml.
+        tool_format: how the model writes calls of tools; None takes what its chat template shows.
+        drafter_updates: folder of checkpoints, whose weights POST /update_drafter may put in the
+            place of the drafter's, with the key; None means no such route.
+        learn_from_requests: folder, closed to other users, in which finished requests are kept to
+            train the drafter on; None means no such folder. Requests that say `store: false`, or
+            have a `cache_salt`, are never kept.
+        learn_limit: most bytes of kept requests; the oldest are deleted.
+        learn_device: device of a process that trains the drafter on kept requests and hands better
+            weights over; None means no training.
+        learn_every: output tokens kept between two trainings.
+        learn_nice: niceness of the training process: 0 takes as much of the processors as the
+            server, 19 what is left.
+        learn_config: file with options of `specdec train`, which override those of its recipe
+            learn.toml.
     """
 
     host: str = "127.0.0.1"

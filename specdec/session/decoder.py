@@ -134,8 +134,8 @@ class SpecDecoder:
         """Loads a target and a drafter.
 
         Args:
-            target: "embedded", a local folder, or a hub name: owner/name, owner/name:folder, with
-                @revision at its end.
+            target: "embedded", a local folder, a GGUF file, or a hub name: owner/name,
+                owner/name:folder or owner/name:Q4_K_M, with @revision at its end.
             drafter: "auto", "smollm2-dflash" (comes with the package, for the embedded model),
                 "ngram", "suffix", the folder or hub name of a checkpoint, several of these with +
                 between them, a drafter of your own (see `find_drafter`), or None. "auto" takes

@@ -88,16 +88,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run every kind of kernel once at tiny size; print its error and time",
     )
     group = parser.add_argument_group(
-        "a checkpoint: would it run, and what does it take? Its config files alone are read"
+        "would a checkpoint run, and how much memory does it take? Reads its config files only"
     )
     add = group.add_argument
-    add("--model", metavar="NAME", help="the target: embedded, a folder, or a hub name")
+    add(
+        "--model", metavar="NAME", help="the target: embedded, a folder, a GGUF file, or a hub name"
+    )
     revision_option(group)
     add(
         "--drafter",
         default="auto",
         metavar="NAME",
-        help="beside it: auto (default), none, ngram, a folder, or a hub name",
+        help="its drafter: auto (default), none, ngram, a folder, or a hub name",
     )
     add(
         "--gpu-memory",
@@ -105,7 +107,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="memory of one GPU (default: what this device has)",
     )
-    add = parser.add_argument_group("a model to ask the backends about").add_argument
+    add = parser.add_argument_group(
+        "which attention backends would serve a model of this shape"
+    ).add_argument
     add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
     add(
         "--dtype",
@@ -136,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--sinks", action="store_true", default=None, help="layers carry attention sinks")
     add = parser.add_argument_group(
-        "a model with latent attention; each of these options means one"
+        "the same for latent attention; any of these options asks about that"
     ).add_argument
     add("--mla", action="store_true", help="latent attention (DeepSeek, GLM)")
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -144,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _option(name),
             type=whole_number,
             metavar="N",
-            help=f"as in the model's config.json (default {_LATENT[name]})",
+            help=f"size in the model's config.json (default {_LATENT[name]})",
         )
     add(
         "--indexer",
@@ -156,7 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _option(name),
             type=whole_number,
             metavar="N",
-            help=f"the same of an indexer (default {default})",
+            help=f"the indexer's, as in the model's config.json (default {default})",
         )
 
 
