@@ -6,13 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.training.stages import run_stages
 from specdec.cli.main import main
 from tests.drafters.training.figures import with_answers
-from tests.drafters.training.toy import (
-    as_flags,
-    toy_config,
-)
+from tests.drafters.training.toy import as_flags, toy_config
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -29,14 +25,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target, prompts and a whole run of the command."""
     folder = tmp_path_factory.mktemp("toy")
     assert main(["train", *as_flags(toy_config(folder))]) == 0
-    return folder
-
-
-@pytest.fixture(scope="package")
-def short(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an uninterrupted training run of 40 steps."""
-    folder = with_answers(toy, tmp_path_factory.mktemp("short"))
-    assert run_stages(("train",), toy_config(folder, max_steps=40))
     return folder
 
 

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ from specdec.base.errors import CapacityError, CheckpointError, InvalidInputErro
 from specdec.cli.main import main
 from tests.drafters.tiny import write_tiny_dflash
 from tests.drafters.training.figures import figures, log_rows
-from tests.drafters.training.toy import (
-    as_flags,
-    toy_config,
-)
+from tests.drafters.training.small import CPU, small_trainer
+from tests.drafters.training.toy import as_flags, toy_config
 from tests.helpers.nodes import REFUSED
 
 pytestmark = pytest.mark.slow
@@ -46,61 +43,71 @@ def test_a_complete_run_is_not_repeated(toy: Path, capsys: pytest.CaptureFixture
     assert "to write" not in capsys.readouterr().err
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves take longer than all else of so small a run."""
+    monkeypatch.setattr(TrainLog, "_plot", lambda self: None)
+
+
+def resumable(folder: Path, **changes: Any) -> Trainer:
+    """A run that saves its state every second step, or goes on from what another has saved."""
+    options = {"log_every": 2, "save_every": 0.0, "eval_every": 1e9, "max_steps": 8}
+    return small_trainer(folder, **options | changes)
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    found = state.load_state(folder / "run" / "training", CPU)
+    assert found is not None
+    return found
+
+
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("how", ["killed", "terminated", "interrupted", "stopped"])
 def test_an_interrupted_run_resumes_to_the_same_curve(
-    short: Path, answered: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Catches state that is not saved: optimizer, order, anchors, step, and log lines written twice
     or lost.
     """
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert resumable(whole).run()
     save = Trainer._save
     signals = {"terminated": [signal.SIGTERM], "interrupted": [signal.SIGINT]}.get(how, [])
 
     def interrupt(self: Trainer) -> None:
-        if self.step == 30 and how == "killed":
-            raise KeyboardInterrupt  # the log has step 30, the state only step 20
-        if self.step == 30 and signals:
+        if self.step == 6 and how == "killed":
+            raise KeyboardInterrupt  # the log has step 6, the state only step 4
+        if self.step == 6 and signals:
             os.kill(os.getpid(), signals.pop())
         save(self)
 
-    config = toy_config(answered, save_every=0.0, max_steps=40)
-    if how == "stopped":
-        assert not run_stages(("train",), replace(config, stop_after=1e-9))
-    else:
-        monkeypatch.setattr(Trainer, "_save", interrupt)
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_save", interrupt)
         if how in ("killed", "interrupted"):
             with pytest.raises(KeyboardInterrupt):
-                run_stages(("train",), config)
-            saved = state.load_state(answered / "run" / "training", torch.device("cpu"))
-            assert saved is not None and saved["step"] == (20 if how == "killed" else 30), (
-                "Ctrl-C saves what was trained"
-            )
+                resumable(cut).run()
+            assert saved(cut)["step"] == (4 if how == "killed" else 6), "Ctrl-C saves"
         else:
-            assert not run_stages(("train",), config)
-        monkeypatch.undo()
-    assert 0 <= int(log_rows(answered)[-1]["step"]) < 40
-    assert run_stages(("train",), config)
-    assert figures(answered) == figures(short)
+            assert not resumable(cut, stop_after=1e-9 if how == "stopped" else None).run()
+    assert 0 <= int(log_rows(cut)[-1]["step"]) < 8
+    assert resumable(cut).run()
+    assert figures(cut) == figures(whole)
 
 
 class Killed(BaseException):
     """In place of a kill, which nothing in the run hears of."""
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("changes", [{}, {"optimizer": "muon", "ema": 0.9, "replay": 0.5}])
 def test_ten_kills_at_any_moment_leave_the_same_weights(
-    answered: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     """Catches state that a kill loses or leaves by halves: within a step, between an update and
     the save, or in the middle of writing a file.
     """
-    config = toy_config(
-        answered, save_every=0.0, log_every=2, max_steps=40, eval_every=1e9, **changes
-    )
-    whole = replace(config, out=str(answered / "whole"))
-    Path(whole.out).mkdir()
-    (Path(whole.out) / "answers").symlink_to(answered / "run" / "answers")
-    assert run_stages(("train",), whole)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert resumable(whole, max_steps=40, **changes).run()
     chosen, left = random.Random(0), [0]
 
     def mortal(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,22 +138,19 @@ def test_ten_kills_at_any_moment_leave_the_same_weights(
         for _ in range(10):
             left[0] = chosen.randrange(1, 40)
             with pytest.raises(Killed):
-                run_stages(("train",), config)
+                resumable(cut, max_steps=40, **changes).run()
         left[0] = 0
-        assert run_stages(("train",), config)
-    ended = [
-        state.load_state(run.folder / "training", torch.device("cpu")) for run in (config, whole)
-    ]
-    assert all(one is not None and one["step"] == 40 for one in ended)
-    leaves = [tree_leaves(one["optimizer"]) for one in ended if one]
+        assert resumable(cut, max_steps=40, **changes).run()
+    ended = saved(cut), saved(whole)
+    assert [one["step"] for one in ended] == [40, 40]
+    leaves = [tree_leaves(one["optimizer"]) for one in ended]
     for one, other in zip(*leaves, strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_a_kill_while_curves_are_drawn(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_curves_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run draws them: none is complete without."""
     canvas = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg
-    config = toy_config(answered, max_steps=4)
 
     def killed(*_: Any) -> None:
         raise Killed
@@ -154,16 +158,15 @@ def test_a_kill_while_curves_are_drawn(answered: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         patched.setattr(canvas, "print_png", killed)
         with pytest.raises(Killed):
-            run_stages(("train",), config)
-    assert run_stages(("train",), config)
-    assert (answered / "run" / "training" / "curves.png").stat().st_size
+            resumable(tmp_path).run()
+    assert resumable(tmp_path).run()
+    assert (tmp_path / "run" / "training" / "curves.png").stat().st_size
 
 
-def test_a_full_disk_keeps_what_was_saved(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a state that is overwritten in place, and a traceback instead of a line."""
-    config = toy_config(answered, max_steps=20)
-    assert run_stages(("train",), config)
-    path = answered / "run" / "training" / state.STATE_FILE
+    assert resumable(tmp_path, max_steps=2).run()
+    path = tmp_path / "run" / "training" / state.STATE_FILE
     before = path.read_bytes()
 
     def full(state: Any, file: Path) -> None:
@@ -172,13 +175,13 @@ def test_a_full_disk_keeps_what_was_saved(answered: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(CapacityError, match=r"No space left on device.*make room and run again"):
-        run_stages(("train",), replace(config, max_steps=30))
+        resumable(tmp_path, max_steps=4).run()
     assert path.read_bytes() == before
     assert sorted(p.name for p in path.parent.iterdir() if p.suffix not in (".csv", ".png")) == [
         state.STATE_FILE
     ]
     monkeypatch.undo()
-    assert run_stages(("train",), replace(config, max_steps=30))
+    assert resumable(tmp_path, max_steps=4).run()
 
 
 def test_other_settings_are_not_mixed_into_a_run(toy: Path) -> None:
@@ -190,14 +193,6 @@ def test_other_settings_are_not_mixed_into_a_run(toy: Path) -> None:
         InvalidInputError, match=r"answers that were written with another max-tokens"
     ):
         run_stages(("answers",), toy_config(toy, max_tokens=47))
-
-
-def test_a_damaged_state_is_named(answered: Path) -> None:
-    folder = answered / "run" / "training"
-    folder.mkdir()
-    (folder / state.STATE_FILE).write_bytes(b"PK\x03\x04 cut short")
-    with pytest.raises(CheckpointError, match=r"is damaged .* delete it to train from the start"):
-        run_stages(("train",), toy_config(answered))
 
 
 def written(content: Any) -> Callable[[Path], object]:
@@ -226,7 +221,7 @@ def test_states_that_nobody_saved_are_one_line(
     """Catches a FIFO that is read for ever, too."""
     make(tmp_path / state.STATE_FILE)
     with pytest.raises(SpecDecError, match=message):
-        state.load_state(tmp_path, torch.device("cpu"))
+        state.load_state(tmp_path, CPU)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"step\n" + b"x" * 200_000, b"a,b\n1,2\n"])
@@ -268,16 +263,12 @@ def test_an_earlier_export_survives_a_full_disk(
     def full(file: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(CapacityError, match="No space left"):
-        write_checkpoint(
-            path, config, {name: tensor + 1 for name, tensor in tensors.items()}, over=True
-        )
+    others = {name: tensor + 1 for name, tensor in tensors.items()}
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(CapacityError, match="No space left"):
+            write_checkpoint(path, config, others, over=True)
     assert {one.name: one.read_bytes() for one in path.iterdir()} == before
-    monkeypatch.undo()
-    write_checkpoint(
-        path, config, {name: tensor + 1 for name, tensor in tensors.items()}, over=True
-    )
-    assert (path / "model.safetensors").read_bytes() != before["model.safetensors"] and len(
-        list(path.iterdir())
-    ) == 3
+    write_checkpoint(path, config, others, over=True)
+    assert (path / "model.safetensors").read_bytes() != before["model.safetensors"]
+    assert len(list(path.iterdir())) == 3

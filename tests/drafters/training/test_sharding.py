@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -12,37 +11,25 @@ from torch import Tensor
 from torch import distributed as dist
 
 from drafters.training.config import TrainConfig
-from drafters.training.data.dataset import Answer, AnswerSet
 from drafters.training.loss.evaluate import replay
 from drafters.training.loss.sharding import is_sharded
 from drafters.training.state import load_state
-from drafters.training.target import Target
 from drafters.training.trainer import Trainer
 from specdec.base.errors import InvalidInputError
-from tests.drafters.tiny import TINY, VOCAB, tiny_model, tiny_target
-from tests.drafters.training.test_target import TinyVerifier
+from tests.drafters.tiny import TINY, tiny_model
+from tests.drafters.training.small import CPU, small_trainer
 from tests.helpers.bounds import Float64, assert_as_exact
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
 STEPS = 6
-CPU = torch.device("cpu")
 
 
 def trainer_of(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Trainer:
-    """A run on random answers, with blocks behind others and a running mean."""
-    options: dict[str, Any] = {"anchors": 4, "replay": 0.5, "ema": 0.8, "lr": 2e-3}
-    options |= {"batch_size": 4, "max_steps": STEPS, "accumulation": 2} | changes
-    config = TrainConfig(out=str(folder), **options)
-    verifier = TinyVerifier(tiny_target().to(dtype))
-    verifier.dtype = dtype
-    source = Random(0)
-    rows = [[source.randrange(VOCAB - 1) for _ in range(source.randint(8, 30))] for _ in range(12)]
-    answers = [Answer(row[:3], row[3:]) for row in rows]
-    made = AnswerSet(answers, device=CPU, max_length=64, bucket=8, mask_token_id=VOCAB - 1)
-    target = Target(verifier, TINY.target_layer_ids)
-    return Trainer(config, tiny_model(TINY), target, made, made)
+    """A run with blocks behind others and a running mean."""
+    options: dict[str, Any] = {"replay": 0.5, "ema": 0.8, "max_steps": STEPS, "accumulation": 2}
+    return small_trainer(folder, dtype, **options | changes)
 
 
 def kinds_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
@@ -62,7 +49,7 @@ def in_a_rank(group: Any, folder: Path) -> dict[str, Any]:
     found = kinds_of(whole)
     first = trainer_of(folder / "killed", shard=True)
     first.steps(3)
-    (folder / "killed" / "training").mkdir(parents=True, exist_ok=True)
+    (folder / "killed" / "run" / "training").mkdir(parents=True, exist_ok=True)
     first._save()
     dist.barrier()
     second = trainer_of(folder / "killed", shard=True)
@@ -124,7 +111,7 @@ def test_one_process_takes_up_what_two_saved(ranks: tuple[Path, list[dict[str, A
     folder, results = ranks
     trainer = trainer_of(folder / "killed", shard=True)
     assert trainer.step == 3
-    state = load_state(folder / "killed" / "training", CPU)
+    state = load_state(folder / "killed" / "run" / "training", CPU)
     assert state is not None
     for name, weight in trainer.model.named_parameters():
         assert torch.equal(weight, state["optimizer"]["masters"][name]), name

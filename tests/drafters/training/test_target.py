@@ -7,59 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.training.loss.blocks import SequenceBatch
 from drafters.training.loss.packing import Packing, out_of_rows
 from drafters.training.target import Target
-from specdec.attention.backend import AttentionSpec
-from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.base.errors import InvalidInputError
 from tests.drafters.tiny import VOCAB, tiny_target
+from tests.drafters.training.small import TinyVerifier, sequences
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from verifiers.config.shape import peculiarity
-
-
-def sequences(
-    token_ids: Tensor, prompt_lens: list[int] | None = None, lengths: list[int] | None = None
-) -> SequenceBatch:
-    """Whole rows of `token_ids` int64 [S, T] without a prompt, unless said otherwise."""
-    lengths = lengths or [token_ids.shape[1]] * len(token_ids)
-    starts, ends = torch.tensor(prompt_lens or [0] * len(lengths)), torch.tensor(lengths)
-    places = torch.arange(token_ids.shape[1])
-    answered = (places >= starts[:, None]) & (places < ends[:, None])
-    return SequenceBatch(token_ids, starts, ends, lengths, torch.where(answered, ends[:, None], 0))
-
-
-class TinyVerifier:
-    """What `Target` needs of a loaded target."""
-
-    name, embedding_scale, final_softcap, device, dtype = (
-        "tiny",
-        1.0,
-        None,
-        torch.device("cpu"),
-        torch.float32,
-    )
-    kv_specs: tuple[()] = ()
-    attention = TorchRefBackend(
-        AttentionSpec(device, dtype, num_heads=4, num_kv_heads=2, head_dim=8, block_size=16)
-    )
-
-    def __init__(self, model: Any = None) -> None:
-        self.model: Any = model or tiny_target()
-        self.layers = self.model.model.layers
-        self.num_layers, self.vocab_size = len(self.layers), self.model.config.vocab_size
-
-    def keep_layers(self, count: int) -> None:
-        del self.layers[count:]
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.model.model.embed_tokens.weight)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.lm_head(hidden)
-        return logits
 
 
 def outputs(model: Any, tokens: Tensor) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ from drafters.vocabulary import target_ids
 from specdec.base.errors import InvalidInputError, SpecDecError
 from tests.drafters.tiny import TINY, VOCAB, tiny_model
 from tests.drafters.training.figures import log_rows
-from tests.drafters.training.test_target import TinyVerifier
+from tests.drafters.training.small import TinyVerifier
 from tests.drafters.training.toy import VOCAB as TOY_VOCAB
 from tests.drafters.training.toy import toy_config
 
@@ -148,7 +148,7 @@ def test_a_reduced_vocabulary_drafts_in_the_engine_as_in_training(
     """Catches labels, trees, noise or a saved map of other tokens, and a run that goes on with
     others.
     """
-    config = toy_config(answered, draft_vocab=40, max_steps=60, **changes)
+    config = toy_config(answered, draft_vocab=40, max_steps=40, **changes)
     if config.stop_after:
         assert not run_stages(("train",), config)
         config = replace(config, stop_after=None)

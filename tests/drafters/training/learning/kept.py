@@ -17,7 +17,7 @@ OPTIONS: dict[str, Any] = {
     "anchors": 6,
     "bucket": 16,
     "heldout": 24,
-    "max_steps": 60,
+    "max_steps": 40,
     "lr": 0.005,
     "loss": "dpace",
     "replay": 0.5,

@@ -55,38 +55,41 @@ def tau_of(world: Path, drafter: Path) -> float:
     return pooled(result.stats for result in results).tau
 
 
-def test_better_weights_are_written_and_are_better(world: Path, tmp_path: Path) -> None:
-    """By the command, whose figures hold in the engine; the settings of the checkpoint stay."""
-    config = round_config(world, world / "untrained", world / "kept-0", out=str(tmp_path / "round"))
+@pytest.fixture(scope="module")
+def learned(world: Path) -> Path:
+    """A folder with a round of the command."""
+    config = round_config(world, world / "untrained", world / "kept-0")
     assert main(["train", "learn", *as_flags(config)]) == 0
-    told = report(tmp_path)
+    return world
+
+
+def test_better_weights_are_written_and_are_better(learned: Path) -> None:
+    """By the command, whose figures hold in the engine; the settings of the checkpoint stay."""
+    told = report(learned)
     assert told["better"] and told["conversations"] == 24
     assert told["tau"][1] > 1.3 * told["tau"][0] and told["interval"][0] > 1
-    drafter = tmp_path / "round" / "drafter"
-    assert tau_of(world, drafter) > 1.3 * tau_of(world, world / "untrained")
-    assert read_checkpoint(drafter)[0] == read_checkpoint(world / "untrained")[0]
-    assert not (tmp_path / "round" / "training" / "state.pt").exists()
+    drafter = learned / "round" / "drafter"
+    assert tau_of(learned, drafter) > 1.3 * tau_of(learned, learned / "untrained")
+    assert read_checkpoint(drafter)[0] == read_checkpoint(learned / "untrained")[0]
+    assert not (learned / "round" / "training" / "state.pt").exists()
 
 
 @pytest.mark.parametrize("lr", [1e-12, 3.0])
 def test_weights_that_are_not_better_are_not_written(
-    world: Path, tmp_path: Path, lr: float
+    learned: Path, tmp_path: Path, lr: float
 ) -> None:
     """Those that are the same, and those that a wild learning rate has ruined."""
-    trained = round_config(world, world / "untrained", world / "kept-0", out=str(tmp_path / "one"))
-    assert learn(trained)
-    init, out = tmp_path / "one" / "drafter", str(tmp_path / "round")
-    again = {"lr": lr, "max_steps": 3, "out": out}
-    assert learn(round_config(world, init, world / "kept-0", **again))
+    again = {"lr": lr, "max_steps": 3, "out": str(tmp_path / "round")}
+    assert learn(round_config(learned, learned / "round" / "drafter", learned / "kept-0", **again))
     told = report(tmp_path)
     assert not told["better"] and not (tmp_path / "round" / "drafter").exists()
     assert told["tau"][1] <= told["tau"][0] and (lr < 1 or told["interval"][1] < 1)
 
 
 def test_sampled_requests_teach_too(world: Path, tmp_path: Path) -> None:
-    kept = write_kept(world, 128, temperature=0.05)
-    config = round_config(world, world / "untrained", kept, out=str(tmp_path / "round"))
-    assert learn(config)
+    kept = write_kept(world, 96, temperature=0.05)
+    out = str(tmp_path / "round")
+    assert learn(round_config(world, world / "untrained", kept, out=out, max_steps=30))
     assert report(tmp_path)["better"]
 
 

@@ -22,7 +22,7 @@ from drafters.training.optimizer import MasterOptimizer
 from drafters.training.target import Target
 from specdec.base.errors import InvalidInputError
 from tests.drafters.tiny import TINY, VOCAB, input_table, tiny_model, tiny_target
-from tests.drafters.training.test_target import TinyVerifier, sequences
+from tests.drafters.training.small import TinyVerifier, sequences
 from tests.helpers.bounds import assert_as_exact
 
 KINDS: list[Kind] = [(False, None), (True, None), (True, 5), (False, 3)]

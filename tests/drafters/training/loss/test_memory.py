@@ -12,7 +12,7 @@ from drafters.training.loss.blocks import block_hidden
 from drafters.training.loss.memory import memory_of, saved_bytes
 from drafters.training.optimizer import MasterOptimizer
 from tests.drafters.tiny import TINY, tiny_model
-from tests.drafters.training.test_target import sequences
+from tests.drafters.training.small import sequences
 
 LARGE = replace(
     TINY,

@@ -28,7 +28,7 @@ from drafters.training.target import Target
 from drafters.training.trainer import Trainer
 from specdec.base.errors import InvalidInputError
 from tests.drafters.tiny import TINY, VOCAB, tiny_model
-from tests.drafters.training.test_target import TinyVerifier, sequences
+from tests.drafters.training.small import TinyVerifier, sequences
 
 CPU = torch.device("cpu")
 LENGTHS = [13, 20, 9, 16, 5]
