@@ -59,9 +59,8 @@ class TinyVerifier:
 
 def small_trainer(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Trainer:
     """A run in `folder / "run"` on 12 random answers, in steps of 4."""
-    config = TrainConfig(
-        **{"out": str(folder / "run"), "batch_size": 4, "anchors": 4, "lr": 2e-3} | changes
-    )
+    options: dict[str, Any] = {"batch_size": 4, "anchors": 4, "lr": 2e-3}
+    config = TrainConfig(out=str(folder / "run"), **options | changes)
     verifier = TinyVerifier(tiny_target().to(dtype))
     verifier.dtype = dtype
     source = Random(0)

@@ -51,7 +51,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def resumable(folder: Path, **changes: Any) -> Trainer:
     """A run that saves its state every second step, or goes on from what another has saved."""
-    options = {"log_every": 2, "save_every": 0.0, "eval_every": 1e9, "max_steps": 8}
+    options: dict[str, Any] = {"log_every": 2, "save_every": 0.0, "eval_every": 1e9, "max_steps": 8}
     return small_trainer(folder, **options | changes)
 
 

@@ -330,7 +330,7 @@ def test_minutes_are_those_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(trainer, "replay", taking(1e6, trainer.replay))
     monkeypatch.setattr(trainer, "save_state", taking(1e6, trainer.save_state))
     monkeypatch.setattr(MasterOptimizer, "step", taking(1.0, MasterOptimizer.step))
-    often = {"log_every": 1, "eval_every": 0.05, "save_every": 0.05}
+    often: dict[str, Any] = {"log_every": 1, "eval_every": 0.05, "save_every": 0.05}
     assert small_trainer(tmp_path, max_minutes=0.1, **often).run()
     rows = log_rows(tmp_path)
     assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4", "5", "6", "6"]

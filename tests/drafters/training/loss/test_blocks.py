@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,10 +126,14 @@ def mixed(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return query + (key + value).repeat(1, 1, 2, 1)
 
 
-@pytest.mark.slow
-def test_compiled_layers_have_the_gradient_of_others() -> None:
-    """Catches a part of a layer that is lost before its attention or behind it."""
-    plain, compiled, exact = (tiny_model(TINY) for _ in range(3))
+def test_compiled_layers_have_the_gradient_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a part of a layer that is lost before its attention or behind it; what torch makes of
+    the parts is its own affair, and would take it 15 s.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    plain, compiled, exact = (
+        tiny_model(replace(TINY, windows=(None,), causal=(False,))) for _ in range(3)
+    )
     exact.double()
     for layer in compiled.layers:
         compile_layer(layer)
