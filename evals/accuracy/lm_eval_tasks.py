@@ -21,10 +21,11 @@ from evals.prompt_sets import BUNDLED
 from specdec.base.errors import InvalidInputError, one_line
 from specdec.base.files import read_jsonl
 from specdec.base.writing import write_text
-from specdec.session.provenance import commit
 
-# lm-eval's own asks git about the current folder, and git complains to the user
-evaluator.get_git_commit_hash = commit
+# What lm-eval adds of the machine is in no report of ours. Its git complains to the user outside of
+# a checkout, and its `pip list` takes seconds for each side.
+evaluator.get_git_commit_hash = lambda: None
+evaluator.add_env_info = lambda results: None
 
 
 class Tasks:

@@ -6,7 +6,6 @@ from typing import Any
 
 import lm_eval.tasks
 import pytest
-from lm_eval import evaluator
 from lm_eval.tasks._index import TaskIndex
 
 from tests.evals.tiny import save_tiny
@@ -14,8 +13,8 @@ from tests.evals.tiny import save_tiny
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_harness() -> Iterator[None]:
-    """lm-eval reads the 14,000 files of its tasks for each manager, and asks pip what is installed
-    for each evaluation: half a minute, and seconds. Here it has GSM8K alone, and asks nobody.
+    """lm-eval reads the 14,000 files of its tasks for each manager, half a minute. Here it has
+    GSM8K alone.
     """
     build, everything = TaskIndex.build, Path(lm_eval.tasks.__path__[0])
 
@@ -25,7 +24,6 @@ def quick_harness() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TaskIndex, "build", staticmethod(of_gsm8k))
-        patch.setattr(evaluator, "add_env_info", lambda results: None)
         yield
 
 

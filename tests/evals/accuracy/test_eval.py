@@ -41,6 +41,7 @@ def test_the_documented_command_runs_without_a_gpu(
     """lm-eval's command hands over the device cuda:0 where nobody names one."""
     from lm_eval.__main__ import cli_evaluate
 
+    import evals.accuracy.lm_eval_model  # noqa: F401  # makes itself known
     from evals.accuracy.bundled_task import bundled_task
 
     task = tmp_path / "task.yaml"
@@ -48,26 +49,17 @@ def test_the_documented_command_runs_without_a_gpu(
     model = (
         f"pretrained={folder},drafter=ngram,max_length=4096,max_gen_toks=4,trust_remote_code=True"
     )
-    words = [
-        "run",
-        "--model",
-        "specdec",
-        "--model_args",
-        model,
-        "--tasks",
-        str(task),
-        "--limit",
-        "1",
-    ]
-    monkeypatch.setattr("sys.argv", ["lm-eval", *words, "--gen_kwargs", "max_gen_toks=4"])
+    words = f"run --model specdec --model_args {model} --tasks {task} --limit 1"
+    words += " --gen_kwargs max_gen_toks=4"
+    monkeypatch.setattr("sys.argv", ["lm-eval", *words.split()])
     cli_evaluate()
     assert "exact_match" in capsys.readouterr().out
     said = [
-        record.getMessage()
+        record.getMessage().partition(" ")[0]
         for record in caplog.records
         if record.name == "evals.accuracy.lm_eval_arguments"
     ]
-    assert [line.partition(" ")[0] for line in said] == ["trust_remote_code", "device"]
+    assert said == ["trust_remote_code", "device"]
 
 
 def evaluate(folder: Path, out: Path, *arguments: str) -> int:
@@ -323,15 +315,19 @@ def test_a_package_that_a_task_needs_is_named(tmp_path: Path, monkeypatch: Patch
         Tasks(["bundled"], data={}, limit=None, folder=tmp_path)
 
 
-def test_the_harness_does_not_make_git_complain(
-    tmp_path: Path, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Outside of a checkout: "fatal: not a git repository", once per evaluation."""
-    from evals.accuracy import lm_eval_tasks
+def test_the_harness_starts_no_program(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    """It asks git about the current folder, which complains outside of a checkout, and pip about
+    all packages, which takes seconds: once per side.
+    """
 
-    monkeypatch.chdir(tmp_path)
-    lm_eval_tasks.evaluator.get_git_commit_hash()
-    assert capfd.readouterr().err == ""
+    def refuse(*words: Any, **options: Any) -> None:
+        started.append(words)
+        raise OSError
+
+    started: list[Any] = []
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    assert evaluate(folder, tmp_path / "run", "--limit", "1") == 0
+    assert started in ([], [(["git", "rev-parse", "HEAD"],)])  # ours, of a checkout of ours
 
 
 def test_tasks_that_score_given_texts_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
