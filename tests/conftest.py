@@ -64,6 +64,11 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.enable()
+    # pytest hangs its handlers on every logger that keeps its records to itself, for each phase of
+    # each test. Torch has forty.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,7 +76,9 @@ def pytest_runtest_setup() -> None:
     """What a test draws does not depend on the tests that its worker ran before."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` takes down a trace for each GPU
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)
@@ -89,14 +96,9 @@ def first_start(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 @pytest.fixture(autouse=True)
 def as_quiet_as_before() -> Iterator[None]:
     """What a command that a test runs sets to be logged ends with the test."""
-    before = {logger: logger.level for logger in _ours()}
     yield
-    for logger in _ours():
-        if logger.level != before.get(logger, logging.NOTSET):  # setting one visits all loggers
-            logger.setLevel(before.get(logger, logging.NOTSET))
-        logger.filters.clear()
-
-
-def _ours() -> list[logging.Logger]:
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("specdec")]
-    return [logging.getLogger(name) for name in names]
+    for name, logger in [*logging.root.manager.loggerDict.items()]:
+        if name.startswith("specdec") and isinstance(logger, logging.Logger):
+            if logger.level:  # setting one visits all loggers
+                logger.setLevel(logging.NOTSET)
+            logger.filters.clear()
