@@ -1,9 +1,10 @@
-"""A drafter of your own, under a name that `--drafter` and `from_pretrained` know.
+"""A drafter of your own, under a name that `from_pretrained` knows in this program.
 
     python docs/examples/own_drafter.py
 
 It drafts the tokens that followed the anchor's last occurrence, as far as it has seen the text.
-What it drafts decides how fast the answer comes, and never what it says.
+Drafts decide how fast the answer comes, and never what it says. On the command line give its
+loader: `PYTHONPATH=FOLDER specdec generate ... --drafter module:function`.
 """
 
 from collections.abc import Sequence
