@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
+from specdec.parallel.group import begin_group
 from specdec.parallel.sockets import rank_sockets
 
 
@@ -57,9 +58,7 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     # A rank without answers left to write waits for the others; torchrun ends all where one fails.
     if not joined:
         with rank_sockets():
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1)
-            )
+            begin_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))
     try:
         yield device
     finally:

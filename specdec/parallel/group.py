@@ -2,6 +2,7 @@
 parallel, arXiv 1909.08053).
 """
 
+import importlib
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -72,6 +73,15 @@ class Group:
             dist.destroy_process_group()
 
 
+def begin_group(backend: str, **options: Any) -> None:
+    """Makes the process group of this process; `options` are those of
+    `torch.distributed.init_process_group`.
+    """
+    # Imported later, the defaults of its functions would keep the group, and gloo its threads.
+    importlib.import_module("torch.distributed.nn.functional")
+    dist.init_process_group(backend, **options)
+
+
 def end_group(group: Any) -> None:
     """Ends a group that `torch.distributed.new_group` made, unless the program has ended all."""
     if dist.is_initialized():
@@ -123,9 +133,7 @@ def join_group(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"  # which on ROCm is RCCL
-        dist.init_process_group(
-            backend, timeout=timeout, device_id=device if device.type == "cuda" else None
-        )
+        begin_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     if dist.get_world_size() == 1:
         return None
     world, host_group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)

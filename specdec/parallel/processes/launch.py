@@ -18,7 +18,7 @@ import torch.distributed as dist
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.parallel import executor as executors
 from specdec.parallel.executor import Executor, Ranks
-from specdec.parallel.group import WITHOUT_MULTICAST, join_group
+from specdec.parallel.group import WITHOUT_MULTICAST, begin_group, join_group
 from specdec.parallel.processes import workers as watched
 from specdec.parallel.processes.process import Settings, one_line, silence
 from specdec.parallel.processes.rendezvous import Rendezvous
@@ -198,7 +198,7 @@ def _meet(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with rank_sockets():
-        dist.init_process_group(
+        begin_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=rank,
