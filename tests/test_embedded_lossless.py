@@ -23,16 +23,13 @@ from verifiers.weights.embedded import embedded_model_path
 
 pytestmark = pytest.mark.slow
 
-MAX_TOKENS = 19
+MAX_TOKENS = 13
 K = 5
 QUESTIONS = (
     "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
     "Write a Python function that reverses a string.",
     "What is the capital of France, and which river runs through it?",
-    "A baker sells 12 rolls in the morning and twice as many in the afternoon. How many rolls does"
-    " she sell?",
     "List the first eight prime numbers, separated by commas.",
-    "Turn this into a JSON object: name is Ada, age is 36, city is London.",
 )
 
 
@@ -106,15 +103,7 @@ DRAFTERS: dict[str, MakeDrafter] = {
 }
 
 
-WAYS = [
-    ("plain", 6, 6),
-    ("ngram", 3, 4),
-    ("dflash", 6, 6),
-    ("dflash", 1, 2),
-    ("right", 3, 4),
-    ("wrong", 6, 6),
-    ("wrong", 1, 2),
-]
+WAYS = [("plain", 4, 4), ("ngram", 3, 4), ("dflash", 4, 4), ("right", 1, 2), ("wrong", 3, 4)]
 """Drafters, each in the largest batch or where requests wait; `tests/test_lossless.py` has them in
 every batch, of tiny models.
 """
@@ -126,10 +115,10 @@ def test_greedy_equals_generate(
     outputs: dict[tuple[int, ...], list[int]],
     random_dflash: Path,
 ) -> None:
-    """Real prompts, 19 tokens each; those beyond the batch size wait for a slot.
+    """Real prompts, 13 tokens each; those beyond the batch size wait for a slot.
 
-    The wrong drafter is wrong at every position for one prompt in six, and at one chosen position
-    for the others. All in one test, since the reference takes as long as all of it, and would be
+    The wrong drafter is wrong at every position for one prompt, and at one chosen position for
+    the others. All in one test, since the reference takes as long as all of it, and would be
     computed by each worker that has a part.
     """
     verifier, plain = target

@@ -75,9 +75,9 @@ def written(folder: Path, source: Path, file: str, content: Any) -> Path:
 
 
 def changed(entries: dict[str, Any], *further: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """With each value at each entry, at any depth."""
-    for name in dict.fromkeys((*entries, *further)):
-        yield from ((name, {**entries, name: value}) for value in VALUES)
+    """With every other value at each entry, at any depth; neighbors have the others."""
+    for number, name in enumerate(dict.fromkeys((*entries, *further))):
+        yield from ((name, {**entries, name: value}) for value in VALUES[number % 2 :: 2])
         if isinstance(entries.get(name), dict):
             yield from (
                 (f"{name}.{inner}", {**entries, name: object_})

@@ -26,20 +26,18 @@ Outputs = dict[tuple[int, ...], list[int]]
 
 CASES = [
     ("qwen3_5", 0),
-    pytest.param(("nemotron_h", 1), marks=pytest.mark.slow),
-    pytest.param(("falcon_h1", 5), marks=pytest.mark.slow),
-    pytest.param(("kimi_linear", 3), marks=pytest.mark.slow),
-    pytest.param(("zamba2_adapted", 3), marks=pytest.mark.slow),
+    ("nemotron_h", 1),
+    ("falcon_h1", 5),
+    ("kimi_linear", 3),
+    ("zamba2_adapted", 3),
 ]
 """The delta rule, Mamba-2, that beside attention, a decay per key channel beside latents, and
 blocks that layers share, with seeds whose answers are long."""
 
+KINDS = [name for name, _ in CASES]
 
-@pytest.fixture(
-    scope="module",
-    params=CASES,
-    ids=["qwen3_5", "nemotron_h", "falcon_h1", "kimi_linear", "zamba2"],
-)
+
+@pytest.fixture(scope="module", params=CASES, ids=KINDS)
 def case(request: pytest.FixtureRequest) -> tuple[Verifier, Outputs]:
     """A target and what transformers' `generate` makes of its prompts."""
     name, seed = request.param
@@ -77,8 +75,7 @@ def run(engine: SpecEngine, prompts: list[list[int]]) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-@pytest.mark.parametrize("k", [1, 3, 7, pytest.param(15, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("k", "depth"), [(1, 0), (3, 1), (7, 0), (15, 1)])
 def test_drafts_wrong_at_each_position(case: tuple[Verifier, Outputs], k: int, depth: int) -> None:
     """Catches rejected rows that stay in a state, and accepted ones that never come into it."""
     wrong_at = [{position % k} for position in (0, 1, k // 2, k - 1)]
@@ -99,6 +96,7 @@ def test_k_differs_from_step_to_step(
     assert run(engine, [list(prompt) for prompt in case[1]]) == list(case[1].values())
 
 
+@pytest.mark.parametrize("case", CASES[:1], ids=KINDS[:1], indirect=True)
 @pytest.mark.parametrize("broken", ["rollback", "replay"])
 def test_these_tests_can_fail(
     case: tuple[Verifier, Outputs], monkeypatch: pytest.MonkeyPatch, broken: str
@@ -149,7 +147,12 @@ def test_a_preempted_request_begins_anew(case: tuple[Verifier, Outputs]) -> None
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(
+    ("case", "prefix_caching"),
+    [*((case, True) for case in CASES), (CASES[0], False)],
+    ids=[*KINDS, "off"],
+    indirect=["case"],
+)
 def test_prompts_that_begin_alike(
     case: tuple[Verifier, Outputs], monkeypatch: pytest.MonkeyPatch, prefix_caching: bool
 ) -> None:
@@ -182,6 +185,7 @@ def test_prompts_that_begin_alike(
     assert (sum(computed) - decoded < sum(map(len, prompts))) is prefix_caching
 
 
+@pytest.mark.parametrize("case", CASES[:1], ids=KINDS[:1], indirect=True)
 def test_what_a_budget_must_pay_for(case: tuple[Verifier, Outputs]) -> None:
     """Catches states that the memory budget knows nothing of."""
     from specdec.base.errors import CapacityError

@@ -52,9 +52,11 @@ def tiny(name: str, seed: int = 0) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_every_supported_family_decodes_with_random_weights(name: str) -> None:
-    """Catches NaN, and a family whose modules are not found."""
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt_oss", "gemma4_shared", "deepseek_v32", "zamba2_adapted", "nemotron_h"]
+)
+def test_random_weights_decode(name: str) -> None:
+    """One family of each kind; that numbers are finite is seen below of all."""
     outputs = decode(tiny(name), random_prompts(2, longest=20))
     assert [len(tokens) for tokens in outputs] == [3, 3]
 
@@ -102,7 +104,7 @@ def test_weights_have_a_sensible_scale_and_their_own_type(name: str) -> None:
     assert tied == config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_experts_met_are_counted_per_layer(name: str) -> None:
     """Catches rows of the context that are counted, a layer without experts that counts, and hooks
     that stay.
@@ -145,10 +147,13 @@ def test_quantized_numbers_are_near(way: str, bits: int, error: float) -> None:
         torch.testing.assert_close(ours.abs().amax(1), given.abs().amax(1), rtol=0.04, atol=0)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "name",
-    ["llama", "gpt_oss", "llama4", "qwen3_moe", "qwen3_5", "qwen3_next", "deepseek_v32"],
+    ("name", "way"),
+    [
+        *(("llama", way) for way in WAYS),
+        *((name, "fp8") for name in ("gpt_oss", "qwen3_moe", "qwen3_next")),
+        *((name, "int4") for name in ("llama4", "qwen3_5", "deepseek_v32")),
+    ],
 )
 def test_quantized_layers_are_those_of_their_numbers(name: str, way: str) -> None:
     """Catches an expert that lies the wrong way round, weights that stay behind, and a head that is

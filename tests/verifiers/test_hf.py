@@ -3,6 +3,7 @@ architecture.
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -104,43 +105,53 @@ class PackedRun:
         return list(torch.split(rows, widths))
 
 
-def check_logits(got: Tensor, model: nn.Module, sequence: list[int]) -> None:
-    """Logits of a whole sequence are as exact as those of transformers."""
-    tokens = torch.tensor([sequence])
+def check_logits(got: Tensor, model: nn.Module, *sequences: list[int]) -> None:
+    """Logits of whole sequences, one after another, are as exact as those of transformers."""
+    check_rows(got, model, *references(model, sequences))
+
+
+def references(model: nn.Module, sequences: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    """Logits of sequences, one after another, by transformers in float32 and in float64."""
+    tokens = [torch.tensor([sequence]) for sequence in sequences]
     with torch.inference_mode():
-        plain = model(tokens).logits[0]
-    # A state is summed up in another order than in transformers, row by row and not in chunks, so
-    # more is left to chance.
+        plain = [model(one).logits[0] for one in tokens]
+    return torch.cat(plain), torch.cat([in_float64(model, one).logits[0] for one in tokens])
+
+
+def check_rows(got: Tensor, model: nn.Module, plain: Tensor, exact: Tensor) -> None:
+    """See `check_logits`; a state is summed up in another order than in transformers, row by row
+    and not in chunks, so more is left to chance.
+    """
     config: Any = model.config
     factor = {"factor": 4} if family_of(config).recurrent else {}
-    assert_rows_as_exact(got, plain, in_float64(model, tokens).logits[0], **factor)
+    assert_rows_as_exact(got, plain, exact, **factor)
 
 
-@pytest.mark.parametrize(
-    ("name", "fuse"), [*((name, False) for name in THEIRS), *((name, True) for name in DESCRIBED)]
-)
-def test_logits_equal_transformers(name: str, fuse: bool) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name: str) -> None:
     """Packed prefill, a chunked extension, a multi-token verify and single tokens, past the window,
-    on scattered blocks.
+    on scattered blocks: on our own layers, and on transformers' modules where they can.
     """
     model = plain_model(name)
-    verifier = paged_verifier(model, BLOCK, fuse=fuse)
-    assert isinstance(verifier, DecoderVerifier if fuse else HFVerifier)
-    sequences = [s[:1] * 3 + s for s in random_prompts(3, seed=2, longest=30)] + [
-        random_prompts(1, seed=3)[0] * 30
-    ]
-    sequences[-1] = sequences[-1][: 4 * WINDOW]
-    sequences = [[*s, 7, 11, 13, 17, 19, 23, 29] for s in sequences]
-    run = PackedRun(verifier, sequences)
+    long = (random_prompts(1, seed=3)[0] * 30)[: 4 * WINDOW]
+    sequences = [[*s, 7, 11, 13, 17, 19, 23, 29] for s in (*random_prompts(1, seed=2), long)]
     lengths = [len(s) for s in sequences]
-    got = [
-        run.forward([(i, 0, n // 2) for i, n in enumerate(lengths)]),
-        run.forward([(i, n // 2, n - 6) for i, n in enumerate(lengths)]),
-        run.forward([(i, n - 6, n - 1) for i, n in enumerate(lengths)], host_lengths=False),
-        run.forward([(i, n - 1, n) for i, n in enumerate(lengths)], host_lengths=False),
-    ]
-    for i, sequence in enumerate(sequences):
-        check_logits(torch.cat([part[i] for part in got]), model, sequence)
+    assert lengths[0] < SHORT_LEN < lengths[1]
+    expected = references(model, sequences)
+    for fuse in (False, True):
+        if name not in (DESCRIBED if fuse else THEIRS):
+            continue
+        verifier = paged_verifier(model, BLOCK, fuse=fuse)
+        assert isinstance(verifier, DecoderVerifier if fuse else HFVerifier)
+        run = PackedRun(verifier, sequences)
+        got = [
+            run.forward([(i, 0, n // 2) for i, n in enumerate(lengths)]),
+            run.forward([(i, n // 2, n - 6) for i, n in enumerate(lengths)]),
+            run.forward([(i, n - 6, n - 1) for i, n in enumerate(lengths)], host_lengths=False),
+            run.forward([(i, n - 1, n) for i, n in enumerate(lengths)], host_lengths=False),
+        ]
+        whole = [torch.cat([part[i] for part in got]) for i in range(len(sequences))]
+        check_rows(torch.cat(whole), model, *expected)
 
 
 @pytest.mark.parametrize("fuse", [False, True])

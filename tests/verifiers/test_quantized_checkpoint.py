@@ -128,6 +128,7 @@ MODELS = ("llama", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_moe")
 RUNS = [(case, "qwen3_moe") for case in CASES] + [
     ("fp8", name) for name in MODELS if name != "qwen3_moe"
 ]
+LOGITS = [("fp8", "llama"), ("fp8", "mixtral"), ("fp8", "deepseek_v3"), ("int4", "qwen3_moe")]
 
 
 def fits(case: str, weight: Tensor) -> bool:
@@ -174,53 +175,35 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path,
 
 
 @pytest.mark.parametrize("written", RUNS, indirect=True, ids=lambda run: "-".join(run))
-@pytest.mark.parametrize("as_stored", [False, True])
-def test_numbers_are_those_that_were_written(
-    written: tuple[Path, Path, Any], as_stored: bool, request: Any
-) -> None:
+def test_numbers_are_those_that_were_written(written: tuple[Path, Path, Any], request: Any) -> None:
     """With experts joined; packed where a packed form says the same, and only where it was asked
-    for.
-    """
-    target, twin, config = written
-    case = CASES[request.node.callspec.params["written"][0]]
-    found, expected = read(target, config, as_stored=as_stored), read(twin, config)
-    assert found.keys() == expected.keys()
-    packed = 0
-    for name, weight in found.items():
-        numbers = expected[name]
-        assert isinstance(numbers, Tensor)
-        if isinstance(weight, Quantized):
-            packed += 1
-            weight = weight.dequantized()
-        if case.stored:
-            assert weight.equal(numbers), name
-        else:
-            torch.testing.assert_close(weight, numbers, rtol=1e-6, atol=0)
-    assert (packed > 8) == (as_stored and case.stored)
-
-
-LOGITS = [
-    ("fp8", "llama"),
-    ("fp8", "mixtral"),
-    ("fp8", "qwen3_moe"),
-    ("fp8", "deepseek_v3"),
-    ("int4", "qwen3_moe"),
-]
-
-
-@pytest.mark.parametrize("written", LOGITS, indirect=True, ids=lambda run: "-".join(run))
-@pytest.mark.parametrize("as_stored", [False, True])
-def test_logits_are_those_of_the_numbers(written: tuple[Path, Path, Any], as_stored: bool) -> None:
-    """Dequantized at load or by the layers, which on a CPU have plain numbers, the model computes
+    for. Dequantized at load or by the layers, which on a CPU have plain numbers, the model computes
     the same to the bit.
     """
     target, twin, config = written
-    found = read(target, config, as_stored=as_stored)
-    assert logits(verifier_of(found, config)).equal(logits(verifier_of(read(twin, config), config)))
+    name, _ = run = request.node.callspec.params["written"]
+    case, expected = CASES[name], read(twin, config)
+    wanted = logits(verifier_of(read(twin, config), config)) if run in LOGITS else None
+    for as_stored in (False, True):
+        found, packed = read(target, config, as_stored=as_stored), 0
+        assert found.keys() == expected.keys()
+        for key, weight in found.items():
+            numbers = expected[key]
+            assert isinstance(numbers, Tensor)
+            if isinstance(weight, Quantized):
+                packed += 1
+                weight = weight.dequantized()
+            if case.stored:
+                assert weight.equal(numbers), key
+            else:
+                torch.testing.assert_close(weight, numbers, rtol=1e-6, atol=0)
+        assert (packed > 8) == (as_stored and case.stored)
+        assert wanted is None or logits(verifier_of(found, config)).equal(wanted)
 
 
-@pytest.mark.parametrize("as_stored", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("as_stored", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)]
+)
 def test_experts_of_gpt_oss(as_stored: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """Blocks of 32 among tensors that stay as they are: packed one way round, in numbers as
     transformers has them.

@@ -16,6 +16,7 @@ import verifiers
 from drafters.dflash.config.checkpoint import write_checkpoint
 from drafters.mtp.load import load_mtp
 from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.cli.main import main
 from specdec.model.core import Verifier
 from tests.drafters.mtp.test_oracles import TEXT, ours
 from tests.helpers import tiny_composites
@@ -194,30 +195,41 @@ def test_a_refused_target_is_refused_again(tmp_path: Path) -> None:
             load(tmp_path)
 
 
+STARTS = """
+import re, sys
+from specdec.cli.main import main
+for start in {starts!r}:
+    if code := main(start):
+        sys.exit(code)
+    heavy = [name for name in sys.modules if name in {heavy!r} or re.search({classes!r}, name)]
+    if heavy:
+        sys.exit(f"{{start}}: {{', '.join(heavy)}}")
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["embedded", "folder", "drafter", "gguf"])
-def test_a_start_does_not_import_model_code(start: str, tmp_path: Path) -> None:
-    """To import it takes longer than the rest of a start, though our own layers run the model."""
-    given, folder = ["generate", "a", "--max-tokens", "2"], tmp_path / "model"
-    if start == "gguf":
-        write_gguf(tmp_path / "m.gguf", plain_model("qwen2"), "qwen2", tokenizer=characters())
-        given += ["--model", str(tmp_path / "m.gguf")]
-    elif start != "embedded":  # whose RoPE is stretched
-        given += ["--model", str(saved("deepseek_v3" if start == "folder" else "qwen3", folder))]
-    if start == "drafter":
-        drafter = random_dflash(paged_verifier(plain_model("qwen3")), causal=(False, True, True))
-        write_checkpoint(tmp_path / "drafter", drafter.config, drafter.model.state_dict())
-        given += ["--drafter", str(tmp_path / "drafter")]
-    env = {**os.environ, **({} if start == "embedded" else {"SPECDEC_CACHE": str(tmp_path / "c")})}
-    first = python(
-        f"import sys; from specdec.cli.main import main; sys.exit(main({given!r}))", env=env
-    )
-    assert first.returncode == 0, first.stderr
-    found = python(
-        f"import re, sys; from specdec.cli.main import main; main({given!r});"
-        f" heavy = [name for name in sys.modules"
-        f" if name in {HEAVY!r} or re.search({CLASSES!r}, name)];"
-        " sys.exit(', '.join(heavy) or 0)",
-        env=env,
-    )
-    assert (found.returncode, found.stdout) == (0, first.stdout), found.stderr
+def test_a_start_does_not_import_model_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To import it takes longer than the rest of a start, though our own layers run the model:
+    the embedded one, that of a folder whose RoPE is stretched, one with a drafter, a GGUF file.
+    """
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(recalled, "cache_folder", lambda: tmp_path / "cache")
+    drafter = random_dflash(paged_verifier(plain_model("qwen3")), causal=(False, True, True))
+    write_checkpoint(tmp_path / "drafter", drafter.config, drafter.model.state_dict())
+    write_gguf(tmp_path / "m.gguf", plain_model("qwen2"), "qwen2", tokenizer=characters())
+    latent, qwen = (saved(name, tmp_path / name) for name in ("deepseek_v3", "qwen3"))
+    given = ["generate", "a", "--max-tokens", "2"]
+    starts = [
+        [*given, "--model", str(latent)],
+        [*given, "--model", str(qwen), "--drafter", str(tmp_path / "drafter")],
+        [*given, "--model", str(tmp_path / "m.gguf")],
+    ]
+    assert [main(start) for start in starts] == [0, 0, 0]
+    first = capsys.readouterr().out
+    known = python(STARTS.format(starts=starts, heavy=HEAVY, classes=CLASSES), env={**os.environ})
+    assert (known.returncode, known.stdout) == (0, first), known.stderr
+    monkeypatch.undo()  # the embedded model is in the user's own cache
+    embedded = python(STARTS.format(starts=[given], heavy=HEAVY, classes=CLASSES))
+    assert embedded.returncode == 0 and embedded.stdout, embedded.stderr

@@ -1,7 +1,6 @@
 """What lies between products on a CPU, by our own C++, beside plain torch."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,9 +62,9 @@ def test_gates(rows: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_other_instructions(processor: str, tmp_path: Path) -> None:
+def test_other_instructions(processor: str) -> None:
     """What processors without VNNI, AVX-512 and AVX2 compute, as exactly."""
-    other = CpuOps(library_for(processor, tmp_path))
+    other = CpuOps(library_for(processor))
     for width, visibility in ((1, "causal"), (6, "causal"), (6, "full"), (6, "ancestors")):
         plain, exact = (
             attended(Ops(), dtype, width, visibility, normed=True)

@@ -1,7 +1,5 @@
 """Products with weights in ggml's blocks on a CPU, by our own C++."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -123,11 +121,9 @@ def test_rows_that_do_not_fit() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_other_instructions(
-    processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_instructions(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What processors without VNNI, AVX-512 and AVX2 compute, to a rounding of the sums."""
-    other = library_for(processor, tmp_path)
+    other = library_for(processor)
     weights = [weight_of(kind) for kind in TYPES]
     own = [linear(weight)(random(7, IN)) for weight in weights]
     monkeypatch.setattr("specdec.layers.packed.cpu.native", lambda: other)
