@@ -131,7 +131,7 @@ def test_a_target(file: str, target: Path, tmp_path: Path, monkeypatch: pytest.M
         else:
             assert would_run, f"{name}: loading takes what doctor refuses"
             assert found == expected or name in TELLING, f"{name} {entries}"
-    assert lines > 20, "so many cannot be read"
+    assert lines > 10, "so many cannot be read"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -185,4 +185,4 @@ def test_a_drafter(kind: str, target: Path, verifier: Verifier, tmp_path: Path) 
         else:
             assert not problems, f"{name}: loading takes what doctor refuses"
             assert found == expected, f"{name} {entries}"
-    assert lines > 20, "so many cannot be read"
+    assert lines > 10, "so many cannot be read"

@@ -65,10 +65,11 @@ def engine_for(
     return SpecEngine(verifier, drafter, EngineConfig(**options))
 
 
-def run(engine: SpecEngine, prompts: list[list[int]]) -> list[list[int]]:
-    requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts
-    ]
+def run(
+    engine: SpecEngine, prompts: list[list[int]], max_tokens: int = MAX_TOKENS
+) -> list[list[int]]:
+    params = SamplingParams(max_tokens=max_tokens)
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
     while engine.has_work:
         engine.step()
     assert engine.pool.num_used == 0
@@ -169,7 +170,7 @@ def test_prompts_that_begin_alike(
         list(longest),
         [*longest[:17], 8],
     ]
-    fresh = [run(engine_for(case, 0, []), [prompt])[0] for prompt in prompts]
+    fresh = [run(engine_for(case, 0, []), [prompt], 8)[0] for prompt in prompts]
     cache = CacheConfig(memory_bytes=2**23, prefix_caching=prefix_caching)
     engine = engine_for(case, 0, [], cache=cache, max_num_seqs=2)
     computed: list[int] = []
@@ -180,7 +181,7 @@ def test_prompts_that_begin_alike(
         return forward(rows, *rest)
 
     monkeypatch.setattr(verifier, "forward", counting)
-    assert [run(engine, [prompt])[0] for prompt in prompts] == fresh
+    assert [run(engine, [prompt], 8)[0] for prompt in prompts] == fresh
     decoded = sum(len(tokens) - 1 for tokens in fresh)
     assert (sum(computed) - decoded < sum(map(len, prompts))) is prefix_caching
 

@@ -89,10 +89,8 @@ class DecoderVerifier:
         self._embedding = Embedding(table, self.group)
         self.device, self.dtype = table.device, table.dtype
         stored = [weight for weight in weights.tensors.values() if isinstance(weight, Quantized)]
-        packed = {code for weight in stored for code in weight.kinds}
-        self.weight_codes: tuple[str, ...] = (
-            () if self.device.type == "cpu" else tuple(sorted(packed))
-        )
+        packed = sorted({code for weight in stored for code in weight.kinds})
+        self.weight_codes = () if self.device.type == "cpu" else tuple(packed)
         head: Tensor | Quantized | None = weights.blocks("lm_head.weight")
         head = weights.optional("lm_head.weight") if head is None else head
         tied = table.weight if isinstance(table, PackedTable) else table
@@ -125,13 +123,10 @@ class DecoderVerifier:
             builder.layer(index, weights.under(f"model.layers.{index}."))
             for index in range(self.num_layers)
         ]
-        final_norm = builder.norm(weights, "model.norm")
-        assert final_norm is not None
-        self.final_norm = final_norm
+        self.final_norm = builder.norm(weights, "model.norm")
         weights.check_all_taken()
-        self._decoder = Decoder(
-            layers, final_norm, ops=self._ops, residual_scale=description.residual_scale
-        )
+        scale = description.residual_scale
+        self._decoder = Decoder(layers, self.final_norm, ops=self._ops, residual_scale=scale)
 
     @property
     def weight_bytes(self) -> int:

@@ -69,8 +69,8 @@ class Description:
         final_softcap: bound of the logits, or None.
         routing: how experts are chosen, where layers have them.
         wide_router: the logits of experts are computed in float32.
-        gated_attention: queries come with gates of what attention puts out.
-        softplus_gates: such gates have a projection of their own and go through a softplus.
+        gates: of what attention puts out, by this function: those for a sigmoid come with queries,
+            those for a softplus have a projection of their own.
         experts: how transformers keeps their weights.
         weighs_inputs: see `specdec.layers.mlp.MixtureOfExperts`.
         experts_beside_mlp: layers have both, see `specdec.layers.mlp.MlpBesideExperts`.
@@ -103,8 +103,7 @@ class Description:
     wide_router: bool = False
     experts: ExpertLayout = "gated"
     weighs_inputs: bool = False
-    gated_attention: bool = False
-    softplus_gates: bool = False
+    gates: Literal["sigmoid", "softplus"] | None = None
     experts_beside_mlp: bool = False
     keys_as_values: frozenset[int] = frozenset()
     value_dim: int | None = None

@@ -48,17 +48,11 @@ def divisions(
     found = {1: weights}
     for count in RANKS:
         shard = _shard(config, count)
-        spec = (
-            None
-            if shard is None
-            else backend_spec(
-                sharded(config, shard.group),
-                device=device,
-                dtype=dtype,
-                block_size=DEFAULT_BLOCK_SIZE,
-            )
-        )
-        if shard is None or spec is None or all(refusals(spec).values()):
+        if shard is None:
+            continue
+        local, block_size = sharded(config, shard.group), DEFAULT_BLOCK_SIZE
+        spec = backend_spec(local, device=device, dtype=dtype, block_size=block_size)
+        if all(refusals(spec).values()):
             continue
         try:
             for name in narrow:

@@ -33,7 +33,7 @@ from specdec.parallel.group import Group
 from verifiers.config.families import describe
 from verifiers.config.reading import check_numbers
 from verifiers.config.shape import backend_spec, eos_token_ids
-from verifiers.config.wrappers import config_entries, text_class, text_config
+from verifiers.config.wrappers import config_entries, shapes_of, text_class, text_config
 from verifiers.config.wrappers import read_config as config_in
 from verifiers.decoder import DecoderVerifier
 from verifiers.description import TRANSPOSED
@@ -167,22 +167,22 @@ def dummy_verifier(
             do not run the model.
     """
     check_way(quantize)
-    options: dict[str, Any] = {
-        "block_size": block_size,
-        "cache_dtype": cache_dtype,
-        "fp8_prefill": fp8_prefill,
-    }
-    backend = select_backend(
-        attention, backend_spec(model.config, device=model.device, dtype=model.dtype, **options)
+    spec = backend_spec(
+        model.config,
+        device=model.device,
+        dtype=model.dtype,
+        block_size=block_size,
+        cache_dtype=cache_dtype,
+        fp8_prefill=fp8_prefill,
     )
+    backend = select_backend(attention, spec)
     if quantize is None:
         return _random(verifier_for(model, name=name, backend=backend, fuse=fuse))
     description = description_of(model)
     if description is None:
         raise InvalidInputError(
             f"{name!r} of type {model.config.model_type!r} runs through transformers' modules,"
-            f" which take plain numbers;"
-            f" leave out weights {quantize!r}"
+            f" which take plain numbers; leave out weights {quantize!r}"
         )
     weights, eos = quantized_weights(model, quantize), eos_token_ids(model.config.eos_token_id)
     given: dict[str, Any] = {"name": name, "backend": backend, "eos": eos}
@@ -212,8 +212,6 @@ def dummy_rank(
         BackendError: no backend, or not the named one, can serve the model.
         UnsupportedModelError: our own layers do not run it, or the ranks do not divide it.
     """
-    from verifiers.config.wrappers import shapes_of
-
     local = sharded(config, group)
     description = describe(local)
     if description is None:
@@ -228,15 +226,10 @@ def dummy_rank(
     spec = backend_spec(
         local, device=device, dtype=dtype, block_size=block_size, cache_dtype=cache_dtype
     )
-    backend, generator, tensors = (
-        select_backend(attention, spec),
-        torch.Generator(device),
-        dict[str, Stored](),
-    )
-    norm, spread = (
-        float(description.norm_kind != "zero_centered"),
-        getattr(config, "initializer_range", 0.02),
-    )
+    backend, generator = select_backend(attention, spec), torch.Generator(device)
+    norm = float(description.norm_kind != "zero_centered")
+    spread = getattr(config, "initializer_range", 0.02)
+    tensors = dict[str, Stored]()
     for key, shape in shapes.items():
         value = norm if key.endswith("norm.weight") else 0.0
         whole = torch.full(shape, value, device=device, dtype=dtype)

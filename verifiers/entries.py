@@ -54,17 +54,13 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        kinds = [
-            "sliding_attention"
-            if declared(config, "use_sliding_window", True)
-            else "full_attention"
-        ] * config.num_hidden_layers
-    return [
-        tokens(own_entries(config, layer), "sliding_window")
-        if kind == "sliding_attention"
-        else None
-        for layer, kind in enumerate(kinds)
-    ]
+        slides = declared(config, "use_sliding_window", True)
+        kinds = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
+    windows: list[int | None] = [None] * len(kinds)
+    for layer, kind in enumerate(kinds):
+        if kind == "sliding_attention":
+            windows[layer] = tokens(own_entries(config, layer), "sliding_window")
+    return windows
 
 
 def declared(config: Any, name: str, default: Any = None) -> Any:

@@ -5,6 +5,7 @@ tapped decoder layers.
 import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -73,8 +74,7 @@ def model_of(
     if found is None:
         raise UnsupportedModelError(
             f"quantized weights of type {config.model_type!r} have no causal language model in"
-            f" transformers to go into;"
-            " use a checkpoint in plain numbers"
+            f" transformers to go into; use a checkpoint in plain numbers"
         )
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
@@ -117,8 +117,7 @@ def verifier_for(
     if peculiar:
         raise UnsupportedModelError(
             f"target {name!r} has {peculiar}, which our own layers alone can run, and projections"
-            f" in a form that these do not"
-            " take; use a checkpoint in plain numbers"
+            f" in a form that these do not take; use a checkpoint in plain numbers"
         )
     assert isinstance(backend, AttentionBackend), "`verifiers.support` refuses such a model"
     return HFVerifier(model.eval(), name=name, backend=backend, eos=ends)
@@ -167,9 +166,7 @@ class HFVerifier:
         eos: tuple[int, ...] = (),
     ) -> None:
         config = model.config
-        self.model, self.config = model, config
-        self.name = name
-        self.attention = backend
+        self.model, self.config, self.name, self.attention = model, config, name, backend
         self.device, self.dtype = model.device, model.dtype
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
         self.context = context_limits(config, own=False)
@@ -178,9 +175,7 @@ class HFVerifier:
         _keep_frequencies(model)
         self.kv_specs = layer_specs(config, backend)
         description = describe(config)
-        self.embedding_scale = (
-            1.0 if description is None else description.embedding_scale_in(self.dtype)
-        )
+        self.embedding_scale = description.embedding_scale_in(self.dtype) if description else 1.0
         self.final_softcap: float | None = declared(config, "final_logit_softcapping")
         self.eos_token_ids = eos
         self.media_token_ids: Mapping[int, str] = {}
@@ -199,21 +194,15 @@ class HFVerifier:
         """See `Verifier.weight_bytes`. Of embeddings only a few rows are read, unless they are the
         head's, too.
         """
-        total = sum(parameter.nbytes for parameter in self.model.parameters()) + sum(
-            b.nbytes for b in self.model.buffers()
-        )
+        total = sum(one.nbytes for one in chain(self.model.parameters(), self.model.buffers()))
         tables = [one.weight for one in self.model.modules() if isinstance(one, nn.Embedding)]
         return total - sum(table.nbytes for table in tables if table is not self._head.weight)
 
     @property
     def routed_experts(self) -> RoutedExperts | None:
         """See `Verifier.routed_experts`."""
-        counts = expert_counts(self.config)
-        weights = sum(
-            parameter.nbytes
-            for name, parameter in self.model.named_parameters()
-            if ".experts." in name
-        )
+        counts, named = expert_counts(self.config), self.model.named_parameters()
+        weights = sum(parameter.nbytes for name, parameter in named if ".experts." in name)
         return RoutedExperts(*counts, weights) if counts else None
 
     @torch.inference_mode()
@@ -237,11 +226,8 @@ class HFVerifier:
             logits_to_keep=0 if rows.logit_rows is None else rows.logit_rows,
             paged=paged,
         )
-        aux = (
-            torch.cat([self._tapped[layer] for layer in aux_layer_ids], dim=-1)[0]
-            if aux_layer_ids
-            else None
-        )
+        taps = [self._tapped[layer] for layer in aux_layer_ids]
+        aux = torch.cat(taps, dim=-1)[0] if taps else None
         self._tapped.clear()
         return VerifyOutput(logits=output.logits[0], aux_hidden=aux)
 

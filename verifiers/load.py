@@ -7,7 +7,7 @@ earlier start: neither imports transformers' model code, which takes longer than
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,13 +111,8 @@ def load_verifier(
         whole, config, shard, spec = _understood(name, path, entries, known, group, fuse, options)
     backend = select_backend(attention, spec)
     tokenizer = tokenizer_in(path, name, None if known is None else known.tokenizer)
-    generation = read_generation(
-        name,
-        path,
-        vocab_size=config.vocab_size,
-        tokenizer=tokenizer,
-        source=generation_config or "none",
-    )
+    source, size = generation_config or "none", config.vocab_size
+    generation = read_generation(name, path, vocab_size=size, tokenizer=tokenizer, source=source)
     if generation_config is not None and (group is None or group.rank == 0):
         generation.say()
     verifier: Verifier
@@ -131,28 +126,19 @@ def load_verifier(
             weights |= read_blocks(stored, dtype)
         description = describe(config)
         assert isinstance(backend, AttentionBackend) and description is not None
-        all_weights = Weights(weights)
-        verifier = DecoderVerifier(config, description, all_weights, name=name, backend=backend)
+        verifier = DecoderVerifier(
+            config, description, Weights(weights), name=name, backend=backend
+        )
     else:
         from verifiers.config.wrappers import media_token_ids
 
-        folder = (
-            path if name == EMBEDDED else checkpoint_folder(given, what="target", snapshot=path)
-        )
+        folder = path
+        if name != EMBEDDED:
+            folder = checkpoint_folder(given, what="target", snapshot=path)
         check_adapter(given, folder, what="target")
         keeps = keeps_packed if gguf_file(folder) is None else keeps_blocks
         packed = as_stored and keeps(device, dtype)
-        reading = _Reading(
-            name,
-            folder,
-            whole,
-            backend,
-            device,
-            dtype,
-            packed,
-            partial(_blame_of_shapes, folder),
-            shard,
-        )
+        reading = _Reading(name, folder, whole, backend, device, dtype, packed, shard)
         own = _own(reading, fuse)
         if own is not None and known is None and (group is None or group.rank == 0):
             recalled.keep(place, whole, tokenizer)
@@ -197,17 +183,6 @@ def _understood(
     return read(name, "config", judge_file, blame)
 
 
-def _blame_of_shapes(folder: Path, error: BaseException) -> str:
-    """What of a config keeps a model from being made of it; see `verifiers.config.reading.read`."""
-    from verifiers.config.wrappers import config_entries, config_of, shapes_of, text_config
-
-    return blamed(
-        config_entries(str(folder)),
-        lambda entries: shapes_of(text_config(config_of(entries))),
-        error,
-    )
-
-
 class _Reading(NamedTuple):
     """What all ways of reading a target share."""
 
@@ -218,8 +193,7 @@ class _Reading(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     as_stored: bool
-    blame: Callable[[BaseException], str]
-    shard: Shard | None = None
+    shard: Shard | None
 
     @property
     def config(self) -> Any:
@@ -234,6 +208,15 @@ class _Reading(NamedTuple):
         from verifiers.formats.method import quantization_of
 
         return quantization_of(self.folder, self.config) is not None
+
+    def blame(self, error: BaseException) -> str:
+        """What of the config keeps a model from being made of it; see `read`."""
+        from verifiers.config.wrappers import config_entries, config_of, shapes_of, text_config
+
+        def judge(entries: dict[str, Any]) -> object:
+            return shapes_of(text_config(config_of(entries)))
+
+        return blamed(config_entries(str(self.folder)), judge, error)
 
 
 def _shard(config: Any, group: Group, name: str, fuse: bool) -> Shard:
@@ -273,23 +256,17 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
     from verifiers.weights.checkpoint import read_weights
     from verifiers.weights.complete import complete
 
-    shard, group = reading.shard, None
+    name, folder, _, backend, device, dtype, as_stored, shard = reading
     if shard is not None:
         shard.check(shapes_of(config))
-        group = shard.group
-    device, dtype, as_stored = reading.device, reading.dtype, reading.as_stored
     read = read_weights(
-        reading.folder, config, device=device, dtype=dtype, as_stored=as_stored, shard=shard
+        folder, config, device=device, dtype=dtype, as_stored=as_stored, shard=shard
     )
+    group = None if shard is None else shard.group
     weights = Weights(complete(read, config, shard), group=group)
-    checkpoint = Checkpoint(reading.folder, reading.as_stored)
+    checkpoint = Checkpoint(folder, as_stored)
     return DecoderVerifier(
-        config,
-        description,
-        weights,
-        name=reading.name,
-        backend=reading.backend,
-        checkpoint=checkpoint,
+        config, description, weights, name=name, backend=backend, checkpoint=checkpoint
     )
 
 
@@ -329,13 +306,8 @@ def _load_plain(reading: _Reading) -> tuple[Any, list[str]]:
     for source in files.names:
         name = name_of(source, reading.config)
         if name is not None and (name in shapes or name.endswith(".weight")):
-            check_floats(
-                {
-                    source: files.read(source, piece=range(0))
-                    if files.shape(source)
-                    else files.read(source)
-                }
-            )
+            piece = range(0) if files.shape(source) else None  # whose type is all that counts
+            check_floats({source: files.read(source, piece=piece)})
     return load_model(str(reading.folder), reading.whole, reading.dtype)
 
 
@@ -344,13 +316,8 @@ def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
     from verifiers.hf import model_of
     from verifiers.weights.checkpoint import read_weights
 
-    weights = read_weights(
-        reading.folder,
-        reading.config,
-        device=torch.device("cpu"),
-        dtype=reading.dtype,
-        as_stored=False,
-    )
+    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": reading.dtype}
+    weights = read_weights(reading.folder, reading.config, **options, as_stored=False)
     shapes = shapes_of(reading.config)
     check_floats({name: weight for name, weight in weights.items() if name in shapes})
     return model_of(reading.config, weights, reading.dtype)

@@ -134,11 +134,9 @@ def read_needs(
         return needs
     try:
         folder = local_folder(where) if needs.would_run else None  # and not far away
-        tokenizer = (
-            tokenizer_in(folder, name)
-            if folder is not None and (folder / WHOLE).is_file()
-            else None
-        )
+        tokenizer = None
+        if folder is not None and (folder / WHOLE).is_file():
+            tokenizer = tokenizer_in(folder, name)
         file = json_file(where, FILE, what="target")
         asked = generation_of(name, file, entries, vocab_size=needs.vocab_size, tokenizer=tokenizer)
         return replace(needs, notes=tuple(asked.notes))
@@ -199,11 +197,12 @@ def needs_of(
         CheckpointError: the entries make no config.
     """
     model_type = entries.get("model_type", "")
+    gpus = _gpus(total_size or 0, gpu_bytes)
+    too_large = _too_large(gpus, gpu_bytes, {}, max_gpus)
     known = isinstance(model_type, str) and (model_type in READ_AS or model_type in CONFIG_MAPPING)
     if not known:
         unknown = f"transformers {transformers_version} has no model of type {model_type!r}"
-        gpus = _gpus(total_size or 0, gpu_bytes)
-        missing = unknown, *_too_large(gpus, gpu_bytes, {}, max_gpus)
+        missing = unknown, *too_large
         return Needs(name=name, model_type=str(model_type), gpus=gpus, missing=missing)
     config = config_of(dict(entries))
     text = text_config(config)
@@ -218,8 +217,7 @@ def needs_of(
         "gpu_bytes": gpu_bytes,
     }
     if reasons:
-        gpus = _gpus(total_size or 0, gpu_bytes)
-        missing = *reasons, *_too_large(gpus, gpu_bytes, {}, max_gpus)
+        missing = *reasons, *too_large
         return Needs(**common, weights=total_size or 0, gpus=gpus, missing=missing)
     own, quantization = describe(text) is not None, stated_quantization(text)
     keeps = keeps_packed if gguf is None else keeps_blocks
@@ -238,21 +236,12 @@ def needs_of(
     gpus = fitting[0] if fitting else _gpus(weights, gpu_bytes)
     spec = backend_spec(text, device=device, dtype=dtype, block_size=DEFAULT_BLOCK_SIZE)
     chosen = next((one for one, against in refusals(spec, auto=True).items() if not against), "")
-    against = (
-        []
-        if chosen
-        else [f"{backend}: {'; '.join(reasons)}" for backend, reasons in refusals(spec).items()]
-    )
-    caches, token_bytes, request_bytes = (
-        _caches(text, spec, chosen, cache_dtype or dtype, max_rows) if chosen else ((), 0, 0)
-    )
+    against = [f"{one}: {'; '.join(reasons)}" for one, reasons in refusals(spec).items()]
     return Needs(
         **common,
+        **(_caches(text, spec, chosen, cache_dtype or dtype, max_rows) if chosen else {}),
         runs_on=OWN if own else THEIRS,
         attention=chosen,
-        caches=caches,
-        token_bytes=token_bytes,
-        request_bytes=request_bytes,
         weights=weights,
         unpacked=unpacked,
         gpus=gpus,
@@ -262,7 +251,10 @@ def needs_of(
         vocab_size=text.vocab_size,
         predicts=own and predicts(text, names),
         context=context_limits(text, own=own),
-        missing=(*against, *([] if fitting else _too_large(gpus, gpu_bytes, ranks, max_gpus))),
+        missing=(
+            *([] if chosen else against),
+            *([] if fitting else _too_large(gpus, gpu_bytes, ranks, max_gpus)),
+        ),
     )
 
 
@@ -279,11 +271,9 @@ def _too_large(gpus: int, gpu_bytes: int, ranks: Mapping[int, int], max_gpus: in
     counts = [str(count) for count in ranks if 1 < count <= max_gpus]
     why = f"there are {max_gpus} at most" if max_gpus > 1 else "there is one"
     if max_gpus > 1 and ranks:
-        why = (
-            f"it is divided among {' or '.join(counts)} alone"
-            if counts
-            else "it is not divided among several"
-        )
+        why = "it is not divided among several"
+    if max_gpus > 1 and counts:
+        why = f"it is divided among {' or '.join(counts)} alone"
     return [f"its weights need {gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, and {why}"]
 
 
@@ -300,8 +290,8 @@ def _caches(
     backend: str,
     dtype: torch.dtype,
     max_rows: int,
-) -> tuple[tuple[str, ...], int, int]:
-    """Kinds of caches in words, bytes per token and bytes per request."""
+) -> dict[str, Any]:
+    """What `Needs` says of caches."""
     specs = layer_specs(config, select_backend(backend, spec))
     states = sum(isinstance(one, StateLayerSpec) for one in specs)
     shared = sum(isinstance(one, SharedLayerSpec) for one in specs)
@@ -312,16 +302,16 @@ def _caches(
         words.append(f"latents{indexed} of {paged} layers")
     elif paged:
         of_layers = zip(layer_caches(config), layer_windows(config), strict=True)
-        own = [
+        windows = [
             window
             for places, window in of_layers
-            if any(isinstance(specs[place], KVLayerSpec) for place in places)
+            if window is not None and any(isinstance(specs[one], KVLayerSpec) for one in places)
         ]
-        windows = [window for window in own if window is not None]
         seen = f", {len(windows)} of them with a window of {windows[0]:,}" if windows else ""
         readers = f", which {shared} more read" if shared else ""
         words.append(f"keys and values of {paged} layers{seen}{readers}")
     if states:
         words.append(f"states of {states} layers")
     token_bytes = sum(one.bytes_per_token(dtype) for one in specs)
-    return tuple(words), token_bytes, bytes_per_slot(specs, max_rows)
+    request_bytes = bytes_per_slot(specs, max_rows)
+    return {"caches": tuple(words), "token_bytes": token_bytes, "request_bytes": request_bytes}

@@ -4,7 +4,7 @@ was made for it.
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,7 @@ def read_prediction(verifier: Verifier, folder: Path | None = None) -> Predictio
     if not isinstance(verifier, DecoderVerifier):
         raise CheckpointError(
             f"target {verifier.name!r} runs on transformers' modules, which have no layers for"
-            f" multi-token prediction; use another"
-            " drafter"
+            f" multi-token prediction; use another drafter"
         )
     if folder is not None:
         entries = json_file(str(folder), "config.json", what="drafter") or {}
@@ -94,8 +93,7 @@ def read_prediction(verifier: Verifier, folder: Path | None = None) -> Predictio
     if layers is None or verifier.checkpoint is None:
         raise CheckpointError(
             f"target {verifier.name!r} of type {verifier.config.model_type!r} has no layers for"
-            f" multi-token prediction of its own;"
-            " use another drafter"
+            f" multi-token prediction of its own; use another drafter"
         )
     return _layers(verifier, verifier.checkpoint.folder, verifier.config, layers)
 
@@ -145,14 +143,7 @@ def _layers(
     backend = _backend(verifier, own)
     extra = {"embedding_norm": [width], "hidden_norm": [width], "projection": [width, 2 * width]}
     extra |= {"norm": [width]} if layers.has_norm else {}
-    weights = _read(
-        verifier,
-        folder,
-        own,
-        partial(prediction_name, config=config, layers=layers),
-        shapes_of(own),
-        extra,
-    )
+    weights = _read(verifier, folder, own, config, layers, shapes_of(own), extra)
     builder = _builder(own, backend, weights)
     return PredictionLayers(
         embedding_norm=builder.norm(weights, "embedding_norm"),
@@ -168,8 +159,7 @@ def _assistant(
     if verifier.group is not None:
         raise CheckpointError(
             f"it reads keys and values of {verifier.name!r}, of which each of {verifier.group.size}"
-            f" ranks has those of some heads;"
-            " start one process, or choose another drafter"
+            f" ranks has those of some heads; start one process, or choose another drafter"
         )
     # What equals a default of transformers is missing in the file.
     text = _config(entries.get("text_config"))
@@ -191,19 +181,9 @@ def _assistant(
     }
     # transformers may refuse to make a model whose layers all read the keys of others.
     whole = shapes_of(_config(entries.get("text_config"), num_kv_shared_layers=0))
-    shapes = {
-        name: shape
-        for name, shape in whole.items()
-        if not re.search(r"\.(k_proj|v_proj|k_norm|v_norm)\.", name)
-    }
-    weights = _read(
-        verifier,
-        folder,
-        config,
-        partial(prediction_name, config=config, layers=ASSISTANT),
-        shapes,
-        extra,
-    )
+    absent = re.compile(r"\.(k_proj|v_proj|k_norm|v_norm)\.")
+    shapes = {name: shape for name, shape in whole.items() if not absent.search(name)}
+    weights = _read(verifier, folder, config, config, ASSISTANT, shapes, extra)
     builder = _builder(config, backend, weights)
     return PredictionLayers(
         embedding_norm=None,
@@ -221,9 +201,7 @@ def _config(stated: Any, **changes: Any) -> Any:
     """The config of a text model that the entries of a nested one make, with `changes`."""
     try:
         return config_of({**stated, **changes})
-    except (
-        Exception
-    ) as error:  # transformers believes what files say: a damaged one ends in any kind of error
+    except Exception as error:  # transformers believes what files say, and ends in any kind
         raise CheckpointError(
             f"its config.json describes no layers ({one_line(error)}); fetch it again"
         ) from error
@@ -253,14 +231,11 @@ def _of_target(verifier: DecoderVerifier, config: Any) -> Sequence[LayerSpec]:
     for layer, kind in enumerate(config.layer_types):
         ours = head_shape(config, layer)
         theirs = head_shape(target, last[kind]) if kind in last else None
-        if theirs is None or (ours.num_kv_heads, ours.head_dim) != (
-            theirs.num_kv_heads,
-            theirs.head_dim,
-        ):
+        if theirs is None or ours[1:3] != theirs[1:3]:
             raise CheckpointError(
                 f"layer {layer} reads {ours.num_kv_heads} key heads of {ours.head_dim} of a layer"
-                f" of kind {kind!r}, which"
-                f" {verifier.name!r} lacks; take the assistant that was made for it"
+                f" of kind {kind!r}, which {verifier.name!r} lacks; take the assistant that was"
+                f" made for it"
             )
         specs.append(SharedLayerSpec(layer_caches(target)[last[kind]][0]))
     return specs
@@ -276,12 +251,9 @@ def _common(
     """What all kinds of `PredictionLayers` have; every tensor that is left in `weights` is one too
     many.
     """
-    layers = [
-        builder.layer(index, weights.under(f"model.layers.{index}."))
-        for index in range(own.num_hidden_layers)
-    ]
+    scopes = (weights.under(f"model.layers.{one}.") for one in range(own.num_hidden_layers))
+    layers = [builder.layer(index, scope) for index, scope in enumerate(scopes)]
     norm = builder.norm(weights, "norm") if weights.has("norm.weight") else verifier.final_norm
-    assert norm is not None
     projection = weights.linear("projection")
     weights.check_all_taken()
     mixes = any(hasattr(layer.mlp, "experts") for layer in layers)
@@ -307,17 +279,19 @@ def _builder(config: Any, backend: AttentionBackend | MlaBackend, weights: Weigh
 def _read(
     verifier: DecoderVerifier,
     folder: Path,
+    own: Any,
     config: Any,
-    name: Callable[[str], str | None],
+    layers: Prediction,
     shapes: Mapping[str, Sequence[int]],
     extra: Mapping[str, Sequence[int]],
 ) -> Weights:
     """The weights of the layers, whose `shapes` are those of a whole model, and `extra` ones by the
-    names of their modules.
+    names of their modules; `config` names them, and `own` is that of the layers alone.
     """
+    name = partial(prediction_name, config=config, layers=layers)
     as_stored = verifier.checkpoint is not None and verifier.checkpoint.as_stored
     weights = read_named(
-        folder, config, name, device=verifier.device, dtype=verifier.dtype, as_stored=as_stored
+        folder, own, name, device=verifier.device, dtype=verifier.dtype, as_stored=as_stored
     )
     if not weights:
         raise CheckpointError(

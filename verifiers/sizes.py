@@ -49,13 +49,11 @@ def weight_bytes(
     if packed and form is not None and not form.widens and total_size is not None:
         return total_size
     counts = parameters(config)
-    narrow = (
-        sum(counts[name] for name in packed_names(counts, form))
-        if form is not None and packed
-        else 0
-    )
-    of_packed = int(narrow * (form.bits if form else 0) / 8)
-    return of_packed + (sum(counts.values()) - narrow) * dtype.itemsize
+    plain, of_packed = sum(counts.values()), 0
+    if packed and form is not None:
+        narrow = sum(counts[name] for name in packed_names(counts, form))
+        plain, of_packed = plain - narrow, int(narrow * form.bits / 8)
+    return of_packed + plain * dtype.itemsize
 
 
 def _itemsize(config: PreTrainedConfig, dtype: torch.dtype) -> int:
@@ -67,7 +65,6 @@ def _itemsize(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 def packed_names(names: Iterable[str], form: Format) -> Iterator[str]:
     """Names of the tensors that the file has quantized, as far as the config tells."""
     for name in names:
-        if not any(part in name for part in _ALWAYS_PLAIN) and not form.lists_as_plain(
-            name.removesuffix(".weight")
-        ):
+        plain = any(part in name for part in _ALWAYS_PLAIN)
+        if not plain and not form.lists_as_plain(name.removesuffix(".weight")):
             yield name

@@ -135,15 +135,11 @@ def _attention_reasons(config: PreTrainedConfig, own: frozenset[str]) -> Iterato
         yield "it has sliding_attention layers without a sliding_window"
     if (chunk := _value(config, "attention_chunk_size")) and CHUNKED not in own:
         yield f"it attends within chunks of {chunk} tokens"
-    encoder = (
-        config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-        or config.model_type == "bert-generation"
-    )
-    non_causal = (
-        _value(config, "use_bidirectional_attention") in (True, "all")
+    if (
+        config.model_type in (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation")
+        or _value(config, "use_bidirectional_attention") in (True, "all")
         or _value(config, "is_causal") is False
-    )
-    if encoder or non_causal:
+    ):
         yield "its attention is bidirectional"
     yield from family_of(config).against(config)
 

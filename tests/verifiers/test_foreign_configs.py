@@ -85,7 +85,7 @@ def test_any_value_at_any_entry_ends_in_one_line(
         except SpecDecError as error:
             said += 1
             assert "\n" not in str(error) and "'target'" in str(error)
-    assert said > 20, "so many of these make no config"
+    assert said > 10, "so many of these make no config"
 
 
 @pytest.mark.parametrize(

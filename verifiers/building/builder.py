@@ -39,12 +39,8 @@ class LayerBuilder:
     def __init__(
         self, config: Any, description: Description, backend: AttentionBackend | MlaBackend
     ) -> None:
-        self._config, self._description, self._device, self._dtype = (
-            config,
-            description,
-            backend.spec.device,
-            backend.spec.dtype,
-        )
+        self._config, self._description = config, description
+        self._device, self._dtype = backend.spec.device, backend.spec.dtype
         self._specs = [backend.each[kind].spec for kind in layer_kinds(config, backend)]
         self._windows, self._reads = layer_windows(config), cache_layers(config)
         self._ropes: dict[str, Rope] = {}  # one object for equal parameters
@@ -52,40 +48,29 @@ class LayerBuilder:
 
     def layer(self, index: int, weights: Weights) -> DecoderLayer:
         """Decoder layer `index` from the tensors in `weights`."""
-        names = self._description.norms
-        if is_recurrent(self._config, index):
-            names = self._description.norms_of_recurrent or names
-        weights.scale(self._description.factors)
-        if (
-            self._description.shared_blocks
-            and is_recurrent(self._config, index)
-            and attends(self._config, index)
-        ):
+        config, description = self._config, self._description
+        recurs, names = is_recurrent(config, index), description.norms
+        if recurs:
+            names = description.norms_of_recurrent or names
+        weights.scale(description.factors)
+        if description.shared_blocks and recurs and attends(config, index):
             return self._after_shared_block(index, weights)
-        attention, output = mixer(
-            weights,
-            self._config,
-            index,
-            lambda: self._attention(index, weights.under("self_attn.")),
-        )
-        mlp = (
-            None
-            if attention is not None and self._description.one_sublayer
-            else self._feed_forward(weights)
-        )
+        own = partial(self._attention, index, weights.under("self_attn."))
+        attention, output = mixer(weights, config, index, own)
+        alone = attention is not None and description.one_sublayer
+        mlp = None if alone else self._feed_forward(weights)
+        # Some families have one in layers with experts alone.
+        has_output_norm = weights.has(f"{names.output}.weight")
         return DecoderLayer(
-            input_norm=None if attention is None else self.norm(weights, names.input),
+            input_norm=self._norm(weights, names.input if attention else None),
             attention=attention,
             output=output,
-            mlp_norm=None if mlp is None else self.norm(weights, names.mlp),
+            mlp_norm=self._norm(weights, names.mlp if mlp else None),
             mlp=mlp,
-            attention_norm=self.norm(weights, names.attention),
-            # Which some families have in layers with experts alone.
-            output_norm=self.norm(weights, names.output)
-            if weights.has(f"{names.output}.weight")
-            else None,
-            input_gate=self._input_gate(weights) if self._description.layer_inputs else None,
-            factor=weights.tensor("layer_scalar") if self._description.scales_layers else None,
+            attention_norm=self._norm(weights, names.attention),
+            output_norm=self._norm(weights, names.output if has_output_norm else None),
+            input_gate=self._input_gate(weights) if description.layer_inputs else None,
+            factor=weights.tensor("layer_scalar") if description.scales_layers else None,
         )
 
     def _after_shared_block(self, index: int, weights: Weights) -> DecoderLayer:
@@ -93,50 +78,40 @@ class LayerBuilder:
             self._blocks = SharedBlocks(
                 self._config, self._description.shared_blocks, replace(weights, prefix="")
             )
-        linear_attention, output = (
-            mamba(weights.under("linear_attn."), self._config),
-            weights.output("linear_attn.out_proj"),
-        )
-        norm, spec = self.norm(weights, self._description.norms.input), self._specs[index]
-        assert norm is not None and isinstance(spec, AttentionSpec)
+        output, spec = weights.output("linear_attn.out_proj"), self._specs[index]
+        assert isinstance(spec, AttentionSpec)
         attention = self._blocks.before(
             index,
             lambda scope: self._head_attention(index, scope, spec),
             self.norm,
             projection=weights.linear("linear"),
-            norm_after=norm,
-            linear=linear_attention,
+            norm_after=self.norm(weights, "input_layernorm"),
+            linear=mamba(weights.under("linear_attn."), self._config),
             activation=self._description.activation,
         )
-        return DecoderLayer(
-            input_norm=None, attention=attention, output=output, mlp_norm=None, mlp=None
-        )
+        return DecoderLayer(None, attention, output, None, None)
 
     def inputs(self, weights: Weights) -> LayerInputs:
         """What makes the inputs that every layer is given, from the tensors in `weights`."""
-        norm = self.norm(weights, "per_layer_projection_norm")
-        assert norm is not None
         return LayerInputs(
             table=weights.tensor("embed_tokens_per_layer.weight"),
             scale=torch.tensor(self._description.layer_inputs**0.5, dtype=self._dtype).item(),
             projection=weights.linear("per_layer_model_projection"),
             projection_scale=self._config.hidden_size**-0.5,
-            norm=norm,
+            norm=self.norm(weights, "per_layer_projection_norm"),
         )
 
     def _input_gate(self, weights: Weights) -> InputGate:
-        norm = self.norm(weights, "post_per_layer_input_norm")
-        assert norm is not None
         gate = weights.linear("per_layer_input_gate")
         projection = weights.linear("per_layer_projection")
+        norm = self.norm(weights, "post_per_layer_input_norm")
         return InputGate(gate, projection, norm, self._description.activation)
 
-    def norm(
-        self, weights: Weights, name: str | None, reorder: Reorder | None = None
-    ) -> Norm | None:
-        """The norm of that name; None without one."""
-        if name is None:
-            return None
+    def _norm(self, weights: Weights, name: str | None) -> Norm | None:
+        return None if name is None else self.norm(weights, name)
+
+    def norm(self, weights: Weights, name: str, reorder: Reorder | None = None) -> Norm:
+        """The norm of that name."""
         weight, kind = weights.tensor(f"{name}.weight"), self._description.norm_kind
         if kind != "early":
             wide = torch.promote_types(weight.dtype, torch.float32)
@@ -179,40 +154,24 @@ class LayerBuilder:
             if description.norms_values and own
             else None,
         )
-        if description.gated_attention:  # each head has its query, then its gate
-            query, gate = (
-                torch.arange(2 * spec.num_heads * spec.head_dim)
-                .view(-1, 2, spec.head_dim)
-                .unbind(1)
-            )
-            weights.split("q_proj", {"q_proj": query.reshape(-1), "gate_proj": gate.reshape(-1)})
+        if description.gates == "sigmoid":  # each head has its query, then its gate
+            numbers = torch.arange(2 * spec.num_heads * spec.head_dim).view(-1, 2, spec.head_dim)
+            query, gate = (rows.flatten() for rows in numbers.unbind(1))
+            weights.split("q_proj", {"q_proj": query, "gate_proj": gate})
         if not own:
             qkv = weights.linear("q_proj", reorder=(reorder,))
         elif index in description.keys_as_values:
             assert reorder is None, "values stay in their order"
             qkv = weights.linear("q_proj", "k_proj")
         else:
-            gates = (
-                ("gate_proj",)
-                if description.gated_attention
-                else ("g_proj",)
-                if description.softplus_gates
-                else ()
-            )
-            qkv = _qkv(weights, spec, reorder, gates)
-        function: Any = (
-            "sigmoid"
-            if description.gated_attention
-            else "softplus"
-            if description.softplus_gates
-            else None
-        )
+            gates = {"sigmoid": ["gate_proj"], "softplus": ["g_proj"], None: []}
+            qkv = _qkv(weights, spec, reorder, gates[description.gates])
         return HeadAttention(
             qkv,
             heads,
             rope,
             wide,
-            function,
+            description.gates,
             description.value_dim,
             description.value_scale,
             weights.group,
@@ -230,8 +189,10 @@ class LayerBuilder:
             rotated = parameters is not None and parameters["rope_type"] != "none"
             norm = self._unweighted(spec.head_dim) if rotated else None
             return norm, norm
-        query_norm = self.norm(weights, "q_norm" if kind else None, reorder)
-        return query_norm, self.norm(weights, "k_norm" if kind and own else None, reorder)
+        if kind is None:
+            return None, None
+        query_norm = self.norm(weights, "q_norm", reorder)
+        return query_norm, self.norm(weights, "k_norm", reorder) if own else None
 
     def _unweighted(self, width: int) -> Norm:
         wide = torch.promote_types(self._dtype, torch.float32)
@@ -241,9 +202,8 @@ class LayerBuilder:
     def _rope(self, parameters: Any, head_dim: int) -> Rope:
         key = repr((head_dim, *sorted(parameters.items())))
         if key not in self._ropes:
-            self._ropes[key] = Rope.of(parameters, head_dim, position_embeddings(self._config)).to(
-                self._device
-            )
+            rope = Rope.of(parameters, head_dim, position_embeddings(self._config))
+            self._ropes[key] = rope.to(self._device)
         return self._ropes[key]
 
     def _feed_forward(self, weights: Weights) -> FeedForward:
@@ -256,17 +216,12 @@ class LayerBuilder:
 
 
 def _qkv(
-    weights: Weights, spec: AttentionSpec, reorder: Reorder | None, gates: tuple[str, ...]
+    weights: Weights, spec: AttentionSpec, reorder: Reorder | None, gates: list[str]
 ) -> Linear:
     """The projections to heads, and to gates; `reorder` is for the rows of queries and keys."""
     if not weights.has("qkv_proj.weight"):
-        return weights.linear(
-            "q_proj",
-            "k_proj",
-            "v_proj",
-            *gates,
-            reorder=(reorder, reorder, None, *[None] * len(gates)),
-        )
+        orders = (reorder, reorder, None, *[None for _ in gates])
+        return weights.linear("q_proj", "k_proj", "v_proj", *gates, reorder=orders)
     if reorder is None:
         return weights.linear("qkv_proj")
     rotated = (spec.num_heads + spec.num_kv_heads) * spec.head_dim

@@ -29,27 +29,17 @@ logger = logging.getLogger(__name__)
 def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
     """The mixture of experts whose tensors these are."""
     routed = _experts(weights.under("experts."), description)
-    shared_name = next(
-        (
-            name
-            for name in ("shared_experts.", "shared_expert.")
-            if weights.has(f"{name}down_proj.weight")
-        ),
-        None,
-    )
-    # What both give is added before the ranks' parts are.
-    shared = (
-        None
-        if shared_name is None
-        else gated_mlp(replace(weights.under(shared_name), group=None), description.activation)
-    )
-    shared_gate = (
-        weights.linear("shared_expert_gate") if weights.has("shared_expert_gate.weight") else None
-    )
-    latent = None
+    shared = shared_gate = latent = joined = None
+    for name in ("shared_experts.", "shared_expert."):
+        if weights.has(f"{name}down_proj.weight"):
+            # What both give is added before the ranks' parts are.
+            own = replace(weights.under(name), group=None)
+            shared = gated_mlp(own, description.activation)
+    if weights.has("shared_expert_gate.weight"):
+        shared_gate = weights.linear("shared_expert_gate")
     if weights.has("fc1_latent_proj.weight"):
         latent = weights.linear("fc1_latent_proj"), weights.linear("fc2_latent_proj")
-    chooses, joined = router(weights, description), None
+    chooses = router(weights, description)
     if shared is not None and latent is None and not description.weighs_inputs:
         joined = JoinedExperts.of(chooses, routed, shared, shared_gate)
     return MixtureOfExperts(
@@ -65,19 +55,12 @@ def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
 
 
 def mlp_beside_experts(
-    weights: Weights, description: Description, norm: Callable[[str], Norm | None]
+    weights: Weights, description: Description, norm: Callable[[str], Norm]
 ) -> MlpBesideExperts:
     """The feed-forward sublayer of a layer with both; `norm` makes the norms of that layer by their
     names.
     """
-    names = (
-        "post_feedforward_layernorm_1",
-        "pre_feedforward_layernorm_2",
-        "post_feedforward_layernorm_2",
-    )
-    mlp_norm, experts_norm, output_norm = map(norm, names)
-    assert mlp_norm is not None and experts_norm is not None and output_norm is not None
-    scale = weights.tensor("router.scale")
+    mlp_norm, scale = norm("post_feedforward_layernorm_1"), weights.tensor("router.scale")
     scale = scale.to(torch.promote_types(scale.dtype, torch.float32)) * len(scale) ** -0.5
     return MlpBesideExperts(
         gated_mlp(weights.under("mlp."), description.activation),
@@ -85,9 +68,9 @@ def mlp_beside_experts(
         Norm(scale, mlp_norm.epsilon),
         router(weights, description),
         weights.tensor("router.per_expert_scale"),
-        experts_norm,
+        norm("pre_feedforward_layernorm_2"),
         _experts(weights.under("experts."), description),
-        output_norm,
+        norm("post_feedforward_layernorm_2"),
         weights.group,
     )
 
@@ -102,16 +85,12 @@ def _experts(experts: Weights, description: Description) -> Experts:
     gate_up_bias = experts.optional("gate_up_proj_bias")
     if description.experts == "interleaved":
         order = torch.arange(gate_up.shape[1], device=gate_up.device).view(-1, 2).t().flatten()
-        gate_up = (
-            gate_up.select(order)
-            if isinstance(gate_up, PackedWeight)
-            else gate_up.index_select(1, order)
-        )
-        gate_up_bias = (
-            None
-            if gate_up_bias is None
-            else torch.cat([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], dim=-1)
-        )
+        if isinstance(gate_up, PackedWeight):
+            gate_up = gate_up.select(order)
+        else:
+            gate_up = gate_up.index_select(1, order)
+        if gate_up_bias is not None:
+            gate_up_bias = gate_up_bias.index_select(1, order)
     down_bias = experts.optional("down_proj_bias")
     return Experts(gate_up, down, description.activation, gate_up_bias, down_bias)
 
@@ -130,11 +109,9 @@ def _as_run(weight: Tensor | Quantized) -> Tensor | PackedWeight:
 
 def gated_mlp(weights: Weights, activation: str) -> GatedMLP:
     """The gated MLP whose tensors these are, or the one without a gate."""
-    names: tuple[str, ...] = (
-        ("gate_up_proj",) if weights.has("gate_up_proj.weight") else ("gate_proj", "up_proj")
-    )
+    names = ["gate_up_proj"] if weights.has("gate_up_proj.weight") else ["gate_proj", "up_proj"]
     if activation in PLAIN:
-        names = ("up_proj",)
+        names = ["up_proj"]
     return GatedMLP(weights.linear(*names), weights.output("down_proj"), activation)
 
 
@@ -147,12 +124,9 @@ def router(weights: Weights, description: Description) -> Router:
         for name in ("router.", "router.proj.", "gate.")
         if weights.has(f"{name}weight")
     )
-    weight, gate_bias, bias = (
-        scope.tensor("weight"),
-        scope.optional("bias"),
-        scope.optional("e_score_correction_bias"),
-    )
-    bias = None if bias is None else bias.flatten()  # ERNIE's has an axis of one
+    weight, gate_bias = scope.tensor("weight"), scope.optional("bias")
+    if (bias := scope.optional("e_score_correction_bias")) is not None:
+        bias = bias.flatten()  # ERNIE's has an axis of one
     if specdec.device.device.rocm_architecture(weight.device) is not None:
         reasons = aiter_reasons(routing, weight.device)
         if not reasons and ROUTER.runs_on(weight.device, weight.dtype):

@@ -46,7 +46,7 @@ class SharedBlocks:
         self,
         layer: int,
         attention: Callable[[Weights], HeadAttention],
-        norm: Callable[[Weights, str], Norm | None],
+        norm: Callable[[Weights, str], Norm],
         *,
         projection: Linear,
         norm_after: Norm,
@@ -89,18 +89,18 @@ class SharedBlocks:
         self,
         layer: int,
         attention: Callable[[Weights], HeadAttention],
-        norm: Callable[[Weights, str], Norm | None],
+        norm: Callable[[Weights, str], Norm],
         activation: str,
     ) -> _Block:
         weights = self._weights.under(f"model.layers.{layer}.shared_transformer.")
-        first, second = norm(weights, "input_layernorm"), norm(weights, "pre_ff_layernorm")
-        assert first is not None and second is not None
-        heads = attention(weights.under("self_attn."))
-        output, mlp = (
+        return _Block(
+            weights,
+            norm(weights, "input_layernorm"),
+            attention(weights.under("self_attn.")),
             weights.output("self_attn.o_proj"),
+            norm(weights, "pre_ff_layernorm"),
             gated_mlp(weights.under("feed_forward."), activation),
         )
-        return _Block(weights, first, heads, output, second, mlp)
 
 
 def _adapted(base: Linear, weights: Weights, names: list[str]) -> Linear:

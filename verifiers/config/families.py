@@ -75,14 +75,8 @@ def _check_factors(description: Description) -> None:
     Raises:
         InvalidInputError: one is not.
     """
-    for name in (
-        "scale",
-        "embedding_scale",
-        "residual_scale",
-        "logits_scale",
-        "final_softcap",
-        "value_scale",
-    ):
+    scales = ("scale", "embedding_scale", "residual_scale", "logits_scale", "value_scale")
+    for name in (*scales, "final_softcap"):
         value = getattr(description, name)
         missing = value is None and name in ("scale", "final_softcap")
         if not missing and not (isinstance(value, int | float) and isfinite(value)):

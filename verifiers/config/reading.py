@@ -90,9 +90,7 @@ def read(
         ) from error
     except (MemoryError, torch.OutOfMemoryError):
         raise  # nothing is wrong with the files
-    except (
-        Exception
-    ) as error:  # transformers believes what files say: a damaged one ends in any kind of error
+    except Exception as error:  # transformers believes what files say, and ends in any kind
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"the {what} of target {name!r} need code from its repository, which is never run;"

@@ -94,31 +94,26 @@ def mla_spec(
     config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype, block_size: int
 ) -> MlaSpec:
     """What a model with latent attention asks of a backend."""
+
+    def sizes(*names: str) -> dict[str, Any]:
+        found = {name: getattr(config, name) for name in names}
+        for name, size in found.items():
+            if size < 1:
+                raise CheckpointError(
+                    f"{name} is {size!r} and must be positive; fetch config.json again"
+                )
+        return found
+
+    heads = sizes("num_attention_heads")["num_attention_heads"] // getattr(config, "ranks", 1)
+    widths = sizes("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     indexer = None
     if family_of(config).indexer:
-        indexer = IndexerSpec(
-            num_heads=config.index_n_heads, head_dim=config.index_head_dim, topk=config.index_topk
-        )
-    widths = (
-        "num_attention_heads",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-    )
-    for name in (*widths, *(("index_n_heads", "index_head_dim", "index_topk") if indexer else ())):
-        if getattr(config, name) < 1:
-            raise CheckpointError(
-                f"{name} is {getattr(config, name)!r} and must be positive; fetch config.json again"
-            )
+        indexer = IndexerSpec(*sizes("index_n_heads", "index_head_dim", "index_topk").values())
     return MlaSpec(
         device=device,
         dtype=dtype,
-        num_heads=config.num_attention_heads // getattr(config, "ranks", 1),
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
+        num_heads=heads,
+        **widths,
         block_size=block_size,
         indexer=indexer,
     )
@@ -137,10 +132,8 @@ def backend_spec(
     if family_of(config).latent:
         latent = mla_spec(config, device=device, dtype=dtype, block_size=block_size)
         return replace(latent, cache_dtype=cache_dtype, fp8_prefill=fp8_prefill)
-    return replace(
-        attention_spec(config, device=device, dtype=dtype, block_size=block_size),
-        cache_dtype=cache_dtype,
-    )
+    spec = attention_spec(config, device=device, dtype=dtype, block_size=block_size)
+    return replace(spec, cache_dtype=cache_dtype)
 
 
 def layer_specs(
@@ -174,11 +167,8 @@ def _layer_specs(
     specs: list[LayerSpec] = []
     if attends(config, layer):
         shape = head_shape(config, layer)
-        specs.append(
-            KVLayerSpec(shape.num_kv_heads, shape.head_dim)
-            if read == layer
-            else SharedLayerSpec(read)
-        )
+        own = KVLayerSpec(shape.num_kv_heads, shape.head_dim)
+        specs.append(own if read == layer else SharedLayerSpec(read))
     return [*specs, state_layer_spec(config, dtype)] if is_recurrent(config, layer) else specs
 
 
@@ -203,17 +193,13 @@ def expert_counts(config: PreTrainedConfig) -> tuple[int, int] | None:
     """Routed experts of a layer, and how many of them a row is sent to;
     None for a model without.
     """
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    chosen = next(
-        (
-            getattr(config, name)
-            for name in ("num_experts_per_tok", "top_k_experts")
-            if getattr(config, name, None)
-        ),
-        None,
-    )
-    return None if experts is None or chosen is None else (experts, chosen)
+
+    def first(*names: str) -> int | None:
+        return next(filter(None, (getattr(config, name, None) for name in names)), None)
+
+    experts = first("num_experts", "num_local_experts", "n_routed_experts")
+    chosen = first("num_experts_per_tok", "top_k_experts")
+    return (experts, chosen) if experts and chosen else None
 
 
 def position_embeddings(config: PreTrainedConfig) -> int:
@@ -260,22 +246,17 @@ def context_limits(config: PreTrainedConfig, *, own: bool) -> ContextLimits:
 def rope_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """RoPE parameters of all layers, each kind once."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    nested = [
-        entry
-        for entry in parameters.values()
-        if isinstance(entry, dict) and "rope_type" not in parameters
-    ]
+    if "rope_type" in parameters:
+        return [parameters]
+    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
     return nested or [parameters] if parameters else []
 
 
 def length_rule(config: PreTrainedConfig) -> LengthRule | None:
     """See `Verifier.length_rule`."""
     kinds = rope_kinds(config)
-    lengths = [
-        rope["original_max_position_embeddings"]
-        for rope in kinds
-        if rope.get("rope_type") == "longrope"
-    ]
+    long = [rope for rope in kinds if rope.get("rope_type") == "longrope"]
+    lengths = [rope["original_max_position_embeddings"] for rope in long]
     if lengths:
         return LengthRule(min(lengths), grows=False)
     grows = any(rope.get("rope_type") == "dynamic" for rope in kinds)
@@ -286,14 +267,12 @@ def value_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
     """Numbers of a key head and of a value head where they differ; None where they do not, or where
     attention is latent.
     """
-    own = own_entries(config, 0)
+    own: Any = own_entries(config, 0)
     key_dim, value_dim = getattr(own, "head_dim", None), getattr(own, "v_head_dim", None)
     latent = getattr(own, "kv_lora_rank", None)
-    return (
-        None
-        if latent or not key_dim or not value_dim or key_dim == value_dim
-        else (key_dim, value_dim)
-    )
+    if latent or not key_dim or not value_dim or key_dim == value_dim:
+        return None
+    return key_dim, value_dim
 
 
 def peculiarity(config: PreTrainedConfig) -> str | None:

@@ -90,11 +90,8 @@ def _with_types(entries: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in entries.items():
-        if (
-            isinstance(value, Mapping)
-            and name.endswith("_config")
-            and name != "quantization_config"
-        ):
+        nested = name.endswith("_config") and name != "quantization_config"
+        if nested and isinstance(value, Mapping):
             found[name] = _with_types(value)
         elif name not in ("dtype", "torch_dtype") or not isinstance(value, str):
             found[name] = value
@@ -291,12 +288,8 @@ def load_text(
         composite, report = AutoModelForImageTextToText.from_pretrained(
             path, config=config, trust_remote_code=False, **options
         )
-    missing = [
-        name
-        for name in report["missing_keys"]
-        if re.search(r"(^|\.)(language_model|lm_head)\.", name)
-    ]
-    return TextPart(composite, text), sorted(missing)
+    of_text = re.compile(r"(^|\.)(language_model|lm_head)\.")
+    return TextPart(composite, text), sorted(filter(of_text.search, report["missing_keys"]))
 
 
 @contextmanager

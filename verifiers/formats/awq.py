@@ -36,25 +36,13 @@ class Awq(Format):
                 f" version 'gemm'"
             )
         group = group_size(quantization, "group_size", "q_group_size", default=128)
-        super().__init__(
-            memory_bits(bits, group),
-            Listed(names(quantization, "modules_to_not_convert")),
-            group=group,
-        )
+        plain = Listed(names(quantization, "modules_to_not_convert"))
+        super().__init__(memory_bits(bits, group), plain, group=group)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
         codes, zeros = (in_order(parts[name]).t() for name in ("qweight", "qzeros"))
-        group = self.group or codes.shape[1]
-        return integers(
-            module,
-            paired(codes.contiguous()),
-            as_number(parts["scales"]).t().float(),
-            zeros,
-            None,
-            4,
-            group,
-            dtype,
-        )
+        group, scale = self.group or codes.shape[1], as_number(parts["scales"]).t().float()
+        return integers(module, paired(codes.contiguous()), scale, zeros, None, 4, group, dtype)
 
 
 def in_order(words: Tensor) -> Tensor:

@@ -55,6 +55,6 @@ def unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def signed(codes: Tensor, middle: int = 128) -> Tensor:
     """Codes from 0 to 255 as int8, all less by the middle one."""
-    return (
-        (codes ^ 128).view(torch.int8) if middle == 128 else (codes.short() - middle).to(torch.int8)
-    )
+    if middle == 128:
+        return (codes ^ 128).view(torch.int8)
+    return (codes.short() - middle).to(torch.int8)

@@ -47,25 +47,14 @@ class BitsAndBytes(Format):
                     f"{module!r} has rows of {parts['weight'].dtype}, not int8; fetch the"
                     f" checkpoint again"
                 )
-            return byte_integers(
-                module,
-                {**parts, "weight_scale": as_number(parts["SCB"]).float() / LARGEST},
-                None,
-                dtype,
-            )
+            scale = as_number(parts["SCB"]).float() / LARGEST
+            return byte_integers(module, {**parts, "weight_scale": scale}, None, dtype)
         state = _State.of(module, parts)
         scales = parts["weight.absmax"]
         if "weight.nested_absmax" in parts:
             nested = as_number(parts["weight.nested_quant_map"]).float()[scales.flatten().long()]
-            scales = (
-                _scaled(
-                    module,
-                    nested,
-                    as_number(parts["weight.nested_absmax"]).float(),
-                    state.nested_block,
-                )
-                + state.nested_offset
-            )
+            factors = as_number(parts["weight.nested_absmax"]).float()
+            scales = _scaled(module, nested, factors, state.nested_block) + state.nested_offset
         pairs = parts["weight"].view(torch.uint8).flatten()
         codes, count = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(), state.shape.numel()
         if codes.numel() != count + count % 2:
@@ -90,17 +79,11 @@ class _State(NamedTuple):
         """The state among the parts of a module."""
         stored = next((parts[name] for name in TABLES if name in parts), None)
         scales, table = parts["weight.absmax"], parts.get("weight.quant_map")
-        nested = [
-            parts[name]
-            for name in ("weight.nested_absmax", "weight.nested_quant_map")
-            if name in parts
-        ]
-        coded = scales.dtype == torch.uint8
-        fits = (
-            len(nested) == 2 and nested[1].numel() == 256
-            if coded
-            else not nested and scales.is_floating_point()
-        )
+        names = ("weight.nested_absmax", "weight.nested_quant_map")
+        nested = [parts[name] for name in names if name in parts]
+        fits = not nested and scales.is_floating_point()
+        if scales.dtype == torch.uint8:
+            fits = len(nested) == 2 and nested[1].numel() == 256
         if stored is None or table is None or table.numel() != 16 or not fits:
             raise CheckpointError(
                 f"{module!r} has {', '.join(sorted(parts))} but no whole state; fetch the whole"

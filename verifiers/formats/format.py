@@ -147,8 +147,8 @@ def check_floats(weights: Mapping[str, Stored]) -> None:
         if not weight.is_floating_point():
             raise CheckpointError(
                 f"{name!r} holds {str(weight.dtype)[6:]} where floats belong, and no"
-                f" quantization_config tells what they stand for;"
-                " take a checkpoint in floats, or fetch config.json again"
+                f" quantization_config tells what they stand for; take a checkpoint in floats, or"
+                f" fetch config.json again"
             )
 
 
@@ -170,20 +170,17 @@ def per_output(scale: Tensor, module: str, shape: Sequence[int], block: tuple[in
     *leading, out_features, in_features = shape
     outputs, inputs = block
     grid = [*leading, -(-out_features // outputs), -(-in_features // inputs)]
-    if scale.numel() != torch.Size(grid).numel() or (
-        scale.ndim >= len(grid) and list(scale.shape) != grid
-    ):
+    odd = scale.ndim >= len(grid) and list(scale.shape) != grid
+    if odd or scale.numel() != torch.Size(grid).numel():
         raise CheckpointError(
             f"scales of {module!r} are {list(scale.shape)}, but its weight {list(shape)} has {grid}"
-            f" blocks of {outputs} x {inputs};"
-            " check quantization_config, or fetch the checkpoint again"
+            f" blocks of {outputs} x {inputs}; check quantization_config, or fetch the checkpoint"
+            f" again"
         )
     scale = scale.reshape(grid)
-    return (
-        scale
-        if outputs == 1
-        else scale.repeat_interleave(outputs, dim=-2)[..., :out_features, :].contiguous()
-    )
+    if outputs == 1:
+        return scale
+    return scale.repeat_interleave(outputs, dim=-2)[..., :out_features, :].contiguous()
 
 
 def as_number(scale: Tensor) -> Tensor:

@@ -41,22 +41,15 @@ class Gptq(Format):
         self._bits = bits
         self._stored_less_one = layout == LAYOUTS[0]
         group = group_size(quantization, default=128)
-        scattered = (
-            group is not None
-            and quantization.get("desc_act") is True
-            and quantization.get("static_groups") is not True
+        sorts = (
+            quantization.get("desc_act") is True and quantization.get("static_groups") is not True
         )
-        bits_of_one = memory_bits(bits, group)
-        super().__init__(
-            bits_of_one, group=group, stays_packed=not scattered, widens=bits not in ALIGNED
-        )
+        packed, widens = group is None or not sorts, bits not in ALIGNED
+        super().__init__(memory_bits(bits, group), group=group, stays_packed=packed, widens=widens)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
-        words, zero_words, scale = (
-            parts["qweight"],
-            parts["qzeros"],
-            as_number(parts["scales"]).t().float(),
-        )
+        words, zero_words = parts["qweight"], parts["qzeros"]
+        scale = as_number(parts["scales"]).t().float()
         out_features, groups = scale.shape
         bits, rest = self._bits, 0
         if zero_words.shape[-1] != -(-out_features * bits // 32):
@@ -65,8 +58,8 @@ class Gptq(Format):
         if rest or zero_words.shape[0] != groups or words.shape[1] != out_features:
             raise CheckpointError(
                 f"{module!r} has words {list(words.shape)} and zeros {list(zero_words.shape)} for"
-                f" {out_features} outputs with"
-                f" {groups} scales each, which do not go together; fetch the checkpoint again"
+                f" {out_features} outputs with {groups} scales each, which do not go together;"
+                f" fetch the checkpoint again"
             )
         check_width(bits, repr(module))
         codes = stream(bytes_of(words).transpose(0, 1).flatten(1), bits, in_features, module)

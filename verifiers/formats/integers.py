@@ -57,8 +57,7 @@ def packed_integers(
     if words.shape != (out_features, -(-in_features * bits // 32)):
         raise CheckpointError(
             f"{module!r} holds {list(words.shape)} words of {bits}-bit integers for"
-            f" [{out_features}, {in_features}];"
-            " take a checkpoint that packs them without gaps"
+            f" [{out_features}, {in_features}]; take a checkpoint that packs them without gaps"
         )
     zeros = parts.get("weight_zero_point")
     if zeros is not None and zeros.dtype == torch.int32:
@@ -85,9 +84,9 @@ def stream(packed: Tensor, bits: int, count: int, module: str) -> Tensor:
             f"{module!r} has {count} inputs; halves of bytes need an even number, so take another"
             f" checkpoint"
         )
-    return (
-        packed[:, : count // 2].contiguous() if bits == 4 else paired(unpacked(packed, bits, count))
-    )
+    if bits == 4:
+        return packed[:, : count // 2].contiguous()
+    return paired(unpacked(packed, bits, count))
 
 
 def integers(
@@ -119,33 +118,28 @@ def integers(
     middle, halved = 2 ** (bits - 1), bits <= 4
     out_features, in_features = codes.shape[0], codes.shape[1] * (2 if halved else 1)
     group = min(group, in_features)
-    in_range = groups is not None and bool((groups >= 0).all())
-    sorted_by_size = in_range and groups is not None and not _in_order(groups, group)
+    each = None  # the group of each input, where they are sorted by size
+    if groups is not None and (groups >= 0).all():
+        own = torch.arange(len(groups), device=groups.device) // group
+        each = None if torch.equal(groups.long(), own) else groups.long()
     wanted = out_features, in_features
-    if sorted_by_size:
+    if each is not None:
         wanted = scale.shape[0], scale.shape[1] * group
     scale = per_output(scale, module, wanted, (1 if scale.numel() > 1 else out_features, group))
     zero, offset = None, 0 if halved else middle  # bytes are signed, so that theirs is none
     if zeros is not None:
-        zero = per_output(
-            zeros.to(scale.dtype) - offset,
-            module,
-            wanted,
-            (1 if zeros.numel() > 1 else out_features, group),
-        )
-    if sorted_by_size:
-        assert groups is not None
-        each = groups.long()
+        block = (1 if zeros.numel() > 1 else out_features, group)
+        zero = per_output(zeros.to(scale.dtype) - offset, module, wanted, block)
+    if each is not None:
         if int(each.max()) >= scale.shape[1]:
             raise IndexError(f"an input is of group {int(each.max())} of {scale.shape[1]}")
         values = unpacked(codes, 4 if halved else 8, in_features).float()
         zero_of_each = middle if zero is None else zero.float()[:, each] + offset
         return (values - zero_of_each) * scale.float()[:, each]
-    if halved:
-        return PackedWeight(
-            codes, scale, zero, group, "int4", dtype, middle=middle if zero is None else 0
-        )
-    return PackedWeight(signed(codes, middle), scale, zero, group, "int8", dtype)
+    if not halved:
+        return PackedWeight(signed(codes, middle), scale, zero, group, "int8", dtype)
+    middle = middle if zero is None else 0
+    return PackedWeight(codes, scale, zero, group, "int4", dtype, middle=middle)
 
 
 def byte_integers(module: str, parts: Parts, group: int | None, dtype: torch.dtype) -> PackedWeight:
@@ -159,8 +153,3 @@ def byte_integers(module: str, parts: Parts, group: int | None, dtype: torch.dty
     zero = parts.get("weight_zero_point")
     zeros = None if zero is None else per_output(zero.to(scale.dtype), module, weight.shape, block)
     return PackedWeight(weight, scale, zeros, min(block[1], weight.shape[1]), "int8", dtype)
-
-
-def _in_order(groups: Tensor, group: int) -> bool:
-    """Whether the groups are those that neighbors make."""
-    return torch.equal(groups.long(), torch.arange(len(groups), device=groups.device) // group)

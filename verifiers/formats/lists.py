@@ -19,18 +19,12 @@ def aliases(module: str) -> list[str]:
     >>> aliases("language_model.model.norm")
     ['language_model.model.norm', 'norm', 'model.language_model.norm', 'model.norm']
     """
-    prefix = next((prefix for prefix in PREFIXES if module.startswith(prefix)), "")
-    bare = (
-        module.removeprefix("language_model.")
-        if module == "language_model.lm_head"
-        else module.removeprefix(prefix)
-    )
-    names = (
-        [module, bare, *(other + bare for other in PREFIXES)]
-        if prefix
-        else [module, bare, f"language_model.{bare}"]
-    )
-    return list(dict.fromkeys(names))
+    for prefix in PREFIXES:
+        if module.startswith(prefix):
+            bare = module.removeprefix(prefix)
+            return list(dict.fromkeys([module, bare, *(other + bare for other in PREFIXES)]))
+    bare = "lm_head" if module == "language_model.lm_head" else module
+    return list(dict.fromkeys([module, bare, f"language_model.{bare}"]))
 
 
 class Listed:

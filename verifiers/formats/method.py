@@ -1,12 +1,12 @@
 """Which format a checkpoint has, told from its config before any weight is read."""
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdec.base.errors import CheckpointError, one_line
+from specdec.base.checkpoint.hub import json_object
+from specdec.base.errors import CheckpointError
 from verifiers.formats.awq import Awq
 from verifiers.formats.bitsandbytes import BitsAndBytes
 from verifiers.formats.float4 import Mxfp4
@@ -73,8 +73,9 @@ def quantization_of(path: Path, config: Any) -> Settings | None:
     """
     if stated := stated_quantization(config):
         return stated
-    whole = _json(path / "config.json")
-    apart = {"quantization_config": _json(path / QUANTIZATION).get("quantization")}
+    files = (path / "config.json", path / QUANTIZATION)
+    whole, own = (json_object(f, str(path), what="target") if f.is_file() else {} for f in files)
+    apart = {"quantization_config": own.get("quantization")}
     for entries in (whole, whole.get("text_config"), apart):
         if isinstance(entries, Mapping) and (stated := stated_quantization(entries)):
             return stated
@@ -87,19 +88,14 @@ def method_of(quantization: Settings) -> str:
     if stated is None:
         if quantization.keys() & {"load_in_4bit", "load_in_8bit"}:
             return "bitsandbytes"
-        named = "quant_algo" in quantization or "quantization" in quantization
-        is_modelopt = named and "modelopt"
-        return is_modelopt or (
-            "mlx"
-            if {"bits", "group_size"} <= quantization.keys()
-            else "a method that it does not name"
-        )
+        if quantization.keys() & {"quant_algo", "quantization"}:
+            return "modelopt"
+        named = {"bits", "group_size"} <= quantization.keys()
+        return "mlx" if named else "a method that it does not name"
     name = str(getattr(stated, "value", stated)).lower().replace("_", "-").removeprefix("intel/")
-    return (
-        "modelopt"
-        if name.startswith("modelopt-")
-        else name.removesuffix("-4bit").removesuffix("-8bit")
-    )
+    if name.startswith("modelopt-"):
+        return "modelopt"
+    return name.removesuffix("-4bit").removesuffix("-8bit")
 
 
 def format_of(quantization: Settings) -> Format:
@@ -115,20 +111,6 @@ def format_of(quantization: Settings) -> Format:
     if method not in FORMATS:
         raise CheckpointError(
             f"weights quantized with {method[:60]!r} are not read, but {', '.join(sorted(FORMATS))}"
-            f" and GGUF are;"
-            " take such a checkpoint of the model or an unquantized one"
+            f" and GGUF are; take such a checkpoint of the model or an unquantized one"
         )
     return FORMATS[method](quantization)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path.name!r} is not JSON ({one_line(error)}); fetch it again"
-        ) from error
-    return entries if isinstance(entries, dict) else {}

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,8 @@ class _Reader:
             else:
                 self._parts.setdefault(module, {})[part] = source
         if form is not None:
-            check_known(
-                self._plain,
-                {module for module, parts in self._parts.items() if parts.keys() != {"weight"}},
-            )
+            packed = {one for one, parts in self._parts.items() if parts.keys() != {"weight"}}
+            check_known(self._plain, packed)
         self._listed: list[str] = []
         self._widened: list[str] = []
 
@@ -201,29 +200,25 @@ class _Reader:
         experts = {}
         for scope in dict.fromkeys(scope for scope, _ in found):
             for joined, projections in self._projections.items():
-                if not any((scope, projection) in found for projection in projections):
+                parts = {one: found.get((scope, one), {}) for one in projections}
+                if not any(parts.values()):
                     continue  # joined in the file
-                numbers = range(self._num_experts)
-                last = max(
-                    number
-                    for projection in projections
-                    for number in found.get((scope, projection), {})
-                )
+                last = max(number for modules in parts.values() for number in modules)
                 if last >= self._num_experts:
                     raise CheckpointError(
                         f"{scope} has an expert {last}, but the config says {self._num_experts};"
                         f" fetch the whole checkpoint again"
                     )
-                for number in numbers:
-                    for projection in projections:
-                        if number not in found.get((scope, projection), {}):
-                            raise CheckpointError(
-                                f"there is no {scope}.{number}.{projection}; fetch the whole"
-                                f" checkpoint again"
-                            )
+                wanted = product(range(self._num_experts), parts)
+                for number, projection in wanted:
+                    if number not in parts[projection]:
+                        raise CheckpointError(
+                            f"there is no {scope}.{number}.{projection}; fetch the whole"
+                            f" checkpoint again"
+                        )
                 experts[f"{scope}.{joined}"] = [
-                    [found[scope, projection][number] for projection in projections]
-                    for number in numbers
+                    [modules[number] for modules in parts.values()]
+                    for number in range(self._num_experts)
                 ]
         return experts
 
@@ -231,7 +226,9 @@ class _Reader:
         """[E, out, in] from the modules of each expert."""
         outputs, any_packed = list[Stored](), False
         for modules in experts:
-            parts = [self._kept(self._stored(module)) for module in modules]
+            parts = [self._stored(module) for module in modules]
+            if not self._as_stored:
+                parts = [self._dense(part) for part in parts]
             any_packed = any_packed or any(isinstance(part, PackedWeight) for part in parts)
             outputs.append(self._side_by_side(parts))
         packed = [output for output in outputs if isinstance(output, PackedWeight)]
@@ -272,20 +269,15 @@ class _Reader:
 
     def _part(self, name: str, source: str) -> Tensor:
         """What is wanted of a tensor that is not quantized, on the CPU."""
-        return (
-            self._files.read(source)
-            if self._shard is None
-            else self._shard.read(name, self._files, source)
-        )
+        if self._shard is None:
+            return self._files.read(source)
+        return self._shard.read(name, self._files, source)
 
     @staticmethod
     def _name(module: str) -> str:
         """Name of a module's weight; joined experts have the module's own."""
-        return (
-            module
-            if module.endswith((".experts.gate_up_proj", ".experts.down_proj"))
-            else f"{module}.weight"
-        )
+        joined = module.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+        return module if joined else f"{module}.weight"
 
     def _number(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor that is not quantized, on the device and in its type."""
@@ -295,9 +287,6 @@ class _Reader:
         check_finite(name, tensor)
         wide = self._wide is not None and self._wide.search(name)
         return tensor.to(self._device, torch.float32 if wide else self._dtype)
-
-    def _kept(self, weight: Stored) -> Stored:
-        return weight if self._as_stored else self._dense(weight)
 
     def _dense(self, weight: Stored) -> Tensor:
         """In plain numbers, of experts one by one:
@@ -328,18 +317,15 @@ def _settle_head(weights: dict[str, Stored], config: Any, group: Group | None) -
     them do the same.
     """
     embedding, head = weights.get(EMBEDDING), weights.get(HEAD)
-    tied = getattr(config, "tie_word_embeddings", False)
-    if tied and embedding is None and head is not None:
+    if not getattr(config, "tie_word_embeddings", False):
+        if head is None:
+            raise CheckpointError(
+                f"there is no {HEAD!r} and it is not tied to the embeddings; fetch the whole"
+                f" checkpoint again"
+            )
+    elif embedding is None and head is not None:
         weights[EMBEDDING] = weights.pop(HEAD)
-    elif (
-        isinstance(embedding, Tensor)
-        and isinstance(head, Tensor)
-        and tied
-        and all_agree(torch.equal(embedding, head), group)
-    ):
-        del weights[HEAD]
-    elif not tied and head is None:
-        raise CheckpointError(
-            f"there is no {HEAD!r} and it is not tied to the embeddings; fetch the whole checkpoint"
-            f" again"
-        )
+    elif isinstance(embedding, Tensor) and isinstance(head, Tensor):
+        same = all_agree(torch.equal(embedding, head), group)
+        if same:
+            del weights[HEAD]

@@ -80,12 +80,10 @@ class Shard:
         rule, local = self._rule(name), list(shape)
         if rule is not None and rule.kind != "first" and -rule.axis <= len(shape):
             size = shape[rule.axis]
-            even = rule.kind == "tokens"
-            local[rule.axis] = (
-                -(-size // self.group.size)
-                if even
-                else sum(map(len, self._slices(name, rule, size)))
-            )
+            if rule.kind == "tokens":
+                local[rule.axis] = -(-size // self.group.size)
+            else:
+                local[rule.axis] = sum(map(len, self._slices(name, rule, size)))
         return tuple(local)
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -117,11 +115,9 @@ class Shard:
         rule = self._rule(name)
         if rule is None:
             return whole
-        return (
-            self._packed_part(name, rule, whole)
-            if isinstance(whole, Quantized)
-            else self._plain_part(name, rule, whole)
-        )
+        if isinstance(whole, Quantized):
+            return self._packed_part(name, rule, whole)
+        return self._plain_part(name, rule, whole)
 
     def _plain_part(self, name: str, rule: _Rule, whole: Tensor) -> Tensor:
         if -rule.axis > whole.ndim:
@@ -129,10 +125,8 @@ class Shard:
         if rule.kind == "first":
             return whole if self.group.rank == 0 else torch.zeros_like(whole)
         size = whole.shape[rule.axis]
-        parts = [
-            whole.narrow(rule.axis, piece.start, len(piece))
-            for piece in self._slices(name, rule, size)
-        ]
+        pieces = self._slices(name, rule, size)
+        parts = [whole.narrow(rule.axis, piece.start, len(piece)) for piece in pieces]
         return self._padded(rule, torch.cat(parts, dim=rule.axis), size)
 
     def _packed_part(self, name: str, rule: _Rule, whole: Quantized) -> Quantized:
@@ -140,11 +134,8 @@ class Shard:
         axis = -3 - rule.axis if self._transposed and len(whole.shape) == 3 else rule.axis
         pieces = self._slices(name, rule, whole.shape[axis])
         if axis == -2:
-            return whole.select(
-                torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(
-                    whole.device
-                )
-            )
+            rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+            return whole.select(rows.to(whole.device))
         (piece,) = pieces
         if not (whole.divides(piece.start) and whole.divides(piece.stop)):
             raise self._undivided(name, whole.group, whole.in_features)
@@ -165,9 +156,8 @@ class Shard:
     def _undivided(self, name: str, group: int, inputs: int) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"{name!r} of target {self._name!r} has scales for groups of {group} of its {inputs}"
-            f" inputs, which"
-            f" {self.group.size} ranks do not divide; start fewer ranks, or take the checkpoint in"
-            f" plain numbers"
+            f" inputs, which {self.group.size} ranks do not divide; start fewer ranks, or take the"
+            f" checkpoint in plain numbers"
         )
 
     def _rule(self, name: str) -> _Rule | None:

@@ -42,13 +42,9 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         UnsupportedModelError: it is code, or its files do not say how text is split.
         CheckpointError: nothing there, or damaged files.
     """
-    embedded = str(name) == EMBEDDED
-    return tokenizer_in(
-        embedded_model_path()
-        if embedded
-        else checkpoint_folder(name, what="target", weights=False),
-        str(name),
-    )
+    if str(name) == EMBEDDED:
+        return tokenizer_in(embedded_model_path(), EMBEDDED)
+    return tokenizer_in(checkpoint_folder(name, what="target", weights=False), str(name))
 
 
 def tokenizer_in(
@@ -109,11 +105,9 @@ def tokenizer_reasons(name: str) -> list[str]:
         return [f"its tokenizer {reason}; {_WAY_OUT}"]
     # A config alone is looked at as a config alone.
     whole = any(file.endswith((".safetensors", ".bin", ".gguf")) for file in files)
-    return (
-        [f"it has no tokenizer: neither {WHOLE} nor another vocabulary"]
-        if whole and not {*_VOCABULARIES} & {*files}
-        else []
-    )
+    if not whole or {*_VOCABULARIES} & {*files}:
+        return []
+    return [f"it has no tokenizer: neither {WHOLE} nor another vocabulary"]
 
 
 def _reason(files: list[str], stated: Mapping[str, Any], folder: Path | None) -> str | None:
@@ -123,11 +117,7 @@ def _reason(files: list[str], stated: Mapping[str, Any], folder: Path | None) ->
     if own := _foreign_class(stated):
         return f"is {own}, code from its repository, which is never run"
     ranks = [file for file in files if file == "tiktoken.model" or file.endswith(".tiktoken")]
-    if (
-        folder is not None
-        and (folder / "tokenizer.model").is_file()
-        and _holds_ranks(folder / "tokenizer.model")
-    ):
+    if folder is not None and _holds_ranks(folder / "tokenizer.model"):
         ranks.append("tokenizer.model")
     if not ranks:
         return None
@@ -144,17 +134,16 @@ def _foreign_class(stated: Mapping[str, Any]) -> str | None:
         own = isinstance(codes, Mapping) and "AutoTokenizer" in codes
         return "a class of its own" if own else None
     plain = named.removesuffix("Fast")
-    return (
-        None
-        if any(tokenizer_class_from_name(one) for one in (named, plain, f"{plain}Fast"))
-        else named
-    )
+    known = any(tokenizer_class_from_name(one) for one in (named, plain, f"{plain}Fast"))
+    return None if known else named
 
 
 def _holds_ranks(path: Path) -> bool:
     """Whether a file holds tiktoken's lines, a token and its rank; SentencePiece's models are no
     text.
     """
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         token, _, rank = file.readline(400).strip().partition(b" ")
     return rank.isdigit() and token.rstrip(b"=").replace(b"+", b"").replace(b"/", b"").isalnum()

@@ -78,8 +78,8 @@ class Weights:
         if left:
             raise CheckpointError(
                 f"our layers have no use for {len(left)} tensors of the target, the first being"
-                f" {left[0]!r};"
-                " load it with fuse=False, which runs it through transformers' modules"
+                f" {left[0]!r}; load it with fuse=False, which runs it through transformers'"
+                f" modules"
             )
 
     def rename(self, pairs: Sequence[tuple[str, str]]) -> None:
@@ -98,9 +98,8 @@ class Weights:
             if self.has(name) and not (torch.as_tensor(factor) == 1).all():
                 tensor = self.tensor(name)
                 wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-                self.tensors[self.prefix + name] = (
-                    wide * torch.as_tensor(factor, device=wide.device)
-                ).to(tensor.dtype)
+                scaled = wide * torch.as_tensor(factor, device=wide.device)
+                self.tensors[self.prefix + name] = scaled.to(tensor.dtype)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, of a packed weight its numbers [..., out, in].
@@ -128,20 +127,13 @@ class Weights:
         named beside it.
         """
         for field in ("weight", "bias"):
-            stored = self.tensors.get(f"{self.prefix}{name}.{field}")
-            if isinstance(stored, Quantized):
-                del self.tensors[f"{self.prefix}{name}.{field}"]
-                device = stored.device
-                self.tensors.update(
-                    {
-                        f"{self.prefix}{part}.{field}": stored.select(rows.to(device))
-                        for part, rows in parts.items()
-                    }
-                )
-            elif (whole := self.optional(f"{name}.{field}")) is not None:
-                self.tensors.update(
-                    {f"{self.prefix}{part}.{field}": whole[rows] for part, rows in parts.items()}
-                )
+            whole: Tensor | Quantized | None = self._packed_one(f"{name}.{field}")
+            whole = self.optional(f"{name}.{field}") if whole is None else whole
+            if whole is None:
+                continue
+            for part, rows in parts.items():
+                own = whole[rows] if isinstance(whole, Tensor) else _chosen(whole, rows)
+                self.tensors[f"{self.prefix}{part}.{field}"] = own
 
     def experts(self, name: str, *, transposed: bool) -> Tensor | Quantized:
         """The weights [E, out, in] of all experts, packed if the checkpoint is.
@@ -153,12 +145,18 @@ class Weights:
         Raises:
             CheckpointError: there is none of that name.
         """
-        stored = self.tensors.get(self.prefix + name)
-        if isinstance(stored, Quantized):
-            del self.tensors[self.prefix + name]
+        if (stored := self._packed_one(name)) is not None:
             return stored
         weight = self.tensor(name)
         return weight.transpose(1, 2).contiguous() if transposed else weight
+
+    def _packed_one(self, name: str) -> Quantized | None:
+        """A packed weight; None, and left where it is, if it is stored in another way."""
+        stored = self.tensors.get(self.prefix + name)
+        if not isinstance(stored, Quantized):
+            return None
+        del self.tensors[self.prefix + name]
+        return stored
 
     def alike(self, *names: str) -> bool:
         """Whether projections can be joined as they are stored: packed in one way, or all of them
@@ -212,7 +210,7 @@ class Weights:
         for name in scoped:
             del self.tensors[name]
         parts = [
-            part if order is None else _reordered(part, order)
+            part if order is None else _chosen(part, order(torch.arange(part.out_features)))
             for part, order in zip(found, orders, strict=True)
         ]
         return parts[0] if len(parts) == 1 else joined(parts)
@@ -247,6 +245,6 @@ class Weights:
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
-def _reordered(weight: Quantized, order: Reorder) -> Quantized:
-    """The outputs of a packed weight in another order."""
-    return weight.select(order(torch.arange(weight.out_features, device=weight.device)))
+def _chosen(weight: Quantized, rows: Tensor) -> Quantized:
+    """Outputs of a packed weight."""
+    return weight.select(rows.to(weight.device))

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.tiny_models import plain_model
 from verifiers.gguf.file import GgufFiles
-from verifiers.gguf.tokenizer import SPACE, SPLITS, end_ids
+from verifiers.gguf.tokenizer import COMPOSES, SPACE, SPLITS, WHOLE_WORDS, end_ids
 from verifiers.weights.gguf_folder import unpacked
 from verifiers.weights.tokenizer import tokenizer_in
 
@@ -88,7 +88,11 @@ def test_texts_are_split_as_by_transformers(pre: str, tmp_path: Path) -> None:
     assert own.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
-@pytest.mark.parametrize("pre", SPLITS)
+KINDS = {(splits, pre in WHOLE_WORDS, pre in COMPOSES): pre for pre, splits in SPLITS.items()}
+"""A name of each way to split and to merge."""
+
+
+@pytest.mark.parametrize("pre", KINDS.values())
 def test_every_split_keeps_texts_whole(pre: str, tmp_path: Path) -> None:
     keys = byte_level(pre) | {"ggml.add_bos_token": False}
     _, own = opened(tmp_path, keys)

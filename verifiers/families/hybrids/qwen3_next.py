@@ -28,7 +28,7 @@ def _describe(config: Any, common: Mapping[str, Any]) -> Description:
         **common,
         norm_kind="zero_centered",
         norms_of_queries="each head",
-        gated_attention=True,
+        gates="sigmoid",
         routing=routing,
     )
 

@@ -18,7 +18,7 @@ def _describe(config: Any, common: Mapping[str, Any]) -> Description | None:
         biased=True,
         scaling=config.moe_routed_scaling_factor,
     )
-    return Description(**common, norms_of_queries="each head", softplus_gates=True, routing=routing)
+    return Description(**common, norms_of_queries="each head", gates="softplus", routing=routing)
 
 
 FAMILIES = {

@@ -71,17 +71,11 @@ class CompressedTensors(Format):
             if weights := section(group, "weights"):
                 schemes.append(_scheme(names(group, "targets"), weights))
         first = schemes[0] if schemes else Scheme((), 8, "int", "channel", None, None)
-        plain, widens = (
-            Listed(names(quantization, "ignore")),
-            any(one.bits not in ALIGNED for one in schemes),
-        )
+        plain = Listed(names(quantization, "ignore"))
+        widens = any(one.bits not in ALIGNED for one in schemes)
         groups = [n for one in schemes for n in (one.group, one.block and one.block[1]) if n]
-        super().__init__(
-            memory_bits(first.bits, first.group),
-            plain,
-            group=max(groups, default=None),
-            widens=widens,
-        )
+        bits, group = memory_bits(first.bits, first.group), max(groups, default=None)
+        super().__init__(bits, plain, group=group, widens=widens)
         targets = [(target, scheme) for scheme in schemes for target in scheme.targets]
         self._named = dict(reversed(targets))
         self._expressions = [

@@ -54,17 +54,13 @@ class ModelOpt(Format):
                 f"ModelOpt's {algorithm.upper()} is not read, but {known} are; take such a"
                 f" checkpoint"
             )
-        plain = Listed(names(quantization, "exclude_modules", "ignore"))
-        size = (
-            group_size(quantization, default=BLOCK[0])
-            if "_pb_" in algorithm or "block" in algorithm
-            else None
-        )
+        plain, size = Listed(names(quantization, "exclude_modules", "ignore")), None
+        if "_pb_" in algorithm or "block" in algorithm:
+            size = group_size(quantization, default=BLOCK[0])
         self._block = (size, size) if size else None
         bits = ALGORITHMS[algorithm]
-        group = {NV_BITS: NV_GROUP, MX_BITS: MX_GROUP}.get(
-            bits, MX_GROUP if algorithm == "mxfp8" else size
-        )
+        own = MX_GROUP if algorithm == "mxfp8" else size
+        group = {NV_BITS: NV_GROUP, MX_BITS: MX_GROUP}.get(bits, own)
         super().__init__(bits, plain, group=group, stays_packed=algorithm not in SCALED_INPUTS)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:

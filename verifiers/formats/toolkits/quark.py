@@ -33,11 +33,9 @@ class Scheme(NamedTuple):
         """Bits of a number, with its part of a scale."""
         if self.kind == "fp4":
             return MX_BITS if self.group == MX_GROUP else NV_BITS
-        return (
-            8.0
-            if self.kind == "fp8_e4m3"
-            else memory_bits(4 if self.kind.endswith("int4") else 8, self.group)
-        )
+        if self.kind == "fp8_e4m3":
+            return 8.0
+        return memory_bits(4 if self.kind.endswith("int4") else 8, self.group)
 
 
 class Quark(Format):
@@ -90,23 +88,17 @@ class Quark(Format):
         grouped, sign = scheme.shared == "per_group", 8 if scheme.kind == "int4" else 0
 
         def unpacked(words: torch.Tensor) -> torch.Tensor:
-            codes = (
-                in_order(words) if self._reordered else halves(bytes_of(words)).flatten(-2)
-            ) ^ sign
-            return codes.t() if grouped else codes
+            inner = in_order(words) if self._reordered else halves(bytes_of(words)).flatten(-2)
+            return (inner ^ sign).t() if grouped else inner ^ sign
 
-        codes, scale, zeros = (
-            unpacked(parts["weight"]),
-            as_number(parts["weight_scale"]).float(),
-            parts.get("weight_zero_point"),
-        )
+        codes, zeros = unpacked(parts["weight"]), parts.get("weight_zero_point")
+        scale = as_number(parts["weight_scale"]).float()
         scale = scale.t() if grouped and scale.ndim == 2 else scale
         if zeros is not None:
-            out_features = codes.shape[0]
-            zeros = (
-                unpacked(zeros.reshape(-1, zeros.shape[-1])) if zeros.ndim else zeros[None] ^ sign
-            )
-            zeros = zeros if grouped or scale.numel() == 1 else zeros.flatten()[:out_features, None]
+            lone = not zeros.ndim
+            zeros = zeros[None] ^ sign if lone else unpacked(zeros.reshape(-1, zeros.shape[-1]))
+            if not grouped and scale.numel() > 1:
+                zeros = zeros.flatten()[: codes.shape[0], None]
         group = scheme.group if grouped and scheme.group else codes.shape[1]
         return integers(module, paired(codes.contiguous()), scale, zeros, None, 4, group, dtype)
 
