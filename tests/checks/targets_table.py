@@ -164,42 +164,31 @@ _USUAL: dict[str, dict[str, Any]] = {
 
 _CONTEXT = (
     "Without `--max-model-len` (`EngineConfig.max_model_len`) a request may have"
-    " `max_position_embeddings` tokens, or what YaRN and"
-    " LongRoPE stretch theirs to: `factor` times `original_max_position_embeddings`. So the edit of"
-    " `config.json` that model cards"
-    " give for long texts is all it takes. Of `linear` and `dynamic` RoPE without an original"
-    " length some configs state the length"
-    " that is stretched, others the result; it is not stretched unless asked to. With RoPE, or"
-    " without positions, more than a model"
-    " was made for is allowed, and said in one line. Positions that are looked up in a table, as"
-    " those of GPT-2, end with it, and"
-    " `dynamic` RoPE does not stretch in Transformers' modules."
+    " `max_position_embeddings` tokens, or what YaRN and LongRoPE stretch theirs to: `factor` times"
+    " `original_max_position_embeddings`. So the edit of `config.json` that model cards give for"
+    " long texts is all it takes. Of `linear` and `dynamic` RoPE without an original length some"
+    " configs state the length that is stretched, others the result; it is not stretched unless"
+    " asked to. With RoPE, or without positions, more than a model was made for is allowed, and"
+    " said in one line. Positions that are looked up in a table, as those of GPT-2, end with it,"
+    " and `dynamic` RoPE does not stretch in Transformers' modules."
 )
 
 _LENGTHS = (
-    "`dynamic` RoPE changes row by row beyond `max_position_embeddings`, as in `generate` of a"
-    " model that has just been loaded: a"
-    " prompt has the frequencies of its length, and each further token those of the length that it"
-    " makes. Prompts of different"
-    " lengths beyond it find nothing of each other in the prefix cache. LongRoPE (`longrope`: Phi-3"
-    " with 128k, Phi-4-mini) has two"
-    " sets of frequencies. A request is rotated by one of them from its first token to its"
-    " last: by the first where prompt and `max_tokens` together stay within"
-    " `original_max_position_embeddings`, else by the second. Neighbors do not matter, and outputs"
-    " equal those of `generate`, but"
+    "Beyond `max_position_embeddings`, `dynamic` RoPE changes row by row, as in `generate` of a"
+    " freshly loaded model: a prompt has the frequencies of its length, and each further token"
+    " those of the length that it makes. So such prompts of different lengths share no prefix."
+    " LongRoPE (`longrope`: Phi-3 with 128k, Phi-4-mini) has two sets of frequencies. A request has"
+    " one of them throughout: the first where prompt and `max_tokens` together stay within"
+    " `original_max_position_embeddings`, else the second. Outputs equal those of `generate`, but"
     " for a request whose prompt is within that length and whose `max_tokens` reaches beyond it:"
-    " `generate` starts such a one with"
-    " the first set and changes in its midst. One line says so; lower `max_tokens` and it has the"
-    " first set throughout."
+    " `generate` changes the set midway. A line says so; a lower `max_tokens` keeps the first set."
 )
 
 _TOKENIZERS = (
     "A tokenizer is read from `tokenizer.json`, or made by a class of Transformers from another"
-    " vocabulary. Code of a repository is"
-    " never run, and files of tiktoken (`tiktoken.model`) do not say where text is split: where"
-    " nothing else is there, as in the"
-    " Kimi K2 repositories, the target is refused, and a `tokenizer.json` of the model beside its"
-    " files is the way out."
+    " vocabulary. Code of a repository is never run. A target with a tiktoken file"
+    " (`tiktoken.model`) alone, as in the Kimi K2 repositories, is refused, since such a file does"
+    " not say where text is split: put a `tokenizer.json` of the model beside it."
 )
 
 _FORMATS = {
@@ -245,48 +234,45 @@ _GGUF = (
     "A GGUF file may stand wherever a checkpoint is named: `FILE.gguf`, a folder with one,"
     " `owner/name:file.gguf` or `owner/name:Q4_K_M` on the hub, any part of a split one. Config,"
     " tokenizer, chat template and the tokens that end answers are the file's own; what they say is"
-    " kept below `~/.cache/specdec/gguf`. In a folder with a config.json its files count, and the"
-    " GGUF file has the weights. A language model in a GGUF file may be a drafter. What llama.cpp"
-    " takes for granted of a family, and a file does not say, is taken for granted here, too. These"
-    " architectures are read: {}."
+    " kept below `~/.cache/specdec/gguf`. In a folder with a config.json only the weights are the"
+    " GGUF file's. A language model in a GGUF file may be a drafter. What llama.cpp assumes of a"
+    " family without a word in the file is assumed here, too. These architectures are read: {}."
 )
 _GGUF_ON_GPUS = (
-    "On a GPU in half precision weights of the types below stay in their blocks, too: our Triton"
-    " kernels read codes, scales and minima as they are in the file (joined projections of two"
-    " types get one form with room for both, which rounds nothing), and a row of up to 64 has the"
-    " same bits whatever rows are beside it. `specdec doctor --run` shows their check as `blocks`."
+    "On a GPU in half precision, weights of the types named below stay packed: our Triton kernels"
+    " read codes, scales and minima as they are in the file (joined projections of two types get"
+    " one form with room for both, which rounds nothing). In products of up to 64 rows a row has"
+    " the same bits whatever rows are beside it. `specdec doctor --run` shows their check as"
+    " `blocks`."
 )
 _GGUF_ON_CPUS = (
-    "On a CPU in bfloat16, which `--dtype auto` is for GGUF files and the embedded model on every"
-    " CPU, weights of the types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K and IQ4_NL are"
-    " multiplied as they lie in the file. Other checkpoints are computed in float32 on CPUs without"
-    " bfloat16's instructions. Codes and scales of blocks are exact. Up to 64 rows of a forward are"
-    " rounded to 8 bits, with a scale for every 32 numbers; llama.cpp takes one for 256 with the"
-    " types in `_K`. More rows are not rounded on a CPU with AMX. A row has the same bits whatever"
-    " rows are beside it, so drafts change no token. The C++ of it, and of what a step on a CPU"
-    " does between products, is compiled at the first use, which takes a few seconds and needs"
-    " `g++`, or the compiler that `CXX` names, options included. The result is kept in"
-    " `$SPECDEC_CACHE` (`~/.cache/specdec`) for each source, compiler and processor; where that"
-    " cannot be written, every start compiles. Without a compiler a line says so, weights become"
-    " numbers, and plain torch computes the steps. `--dtype float32` computes with the exact"
-    " numbers."
+    "On a CPU in bfloat16, the default for GGUF files and the embedded model, weights of the types"
+    " Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K and IQ4_NL are multiplied as they are in the"
+    " file. Other checkpoints are computed in float32 on CPUs without bfloat16's instructions."
+    " Codes and scales of blocks are exact. Up to 64 rows of a forward are rounded to 8 bits, with"
+    " a scale for every 32 numbers; llama.cpp takes one for 256 with the types in `_K`. More rows"
+    " are not rounded on a CPU with AMX. A row has the same bits whatever rows are beside it, so"
+    " drafts change no token. The C++ of it, and of what a step on a CPU does between products, is"
+    " compiled at the first use, which takes a few seconds and needs `g++`, or the compiler that"
+    " `CXX` names, options included. The result is kept in `$SPECDEC_CACHE` (`~/.cache/specdec`)"
+    " for each source, compiler and processor; where that cannot be written, every start compiles."
+    " Without a compiler a line says so, weights become numbers, and plain torch computes the"
+    " steps. `--dtype float32` computes with the exact numbers."
 )
 
 _STARTS = (
     "The first start of a target asks Transformers' classes what its config means, and importing"
-    " them takes longer than the rest of a start. What it finds out is kept in"
-    " `$SPECDEC_CACHE/configs` (`~/.cache/specdec/configs`) for the next ones, until a small file"
-    " of the checkpoint or a version changes."
+    " them takes longer than the rest of a start. The answers are kept in"
+    " `$SPECDEC_CACHE/configs` (`~/.cache/specdec/configs`), until a small file of the checkpoint"
+    " or a version changes."
 )
 
 _FORMAT_NOTE = (
-    "By `quant_method` of `quantization_config`; of drafters weights become plain. Integers of up"
-    " to four bits take"
-    " half a byte in memory, those of five to eight a byte. Activations and the cache keep their"
-    " own type. Other methods (HQQ,"
-    " torchao, Quanto, AQLM, MLX, AWQ gemv) are refused by name, as are integers and 8-bit floats"
-    " that no `quantization_config`"
-    " explains. Where weights become plain on the way, one line says so."
+    "By `quant_method` of `quantization_config`. *Plain* weights are unpacked as they are read,"
+    " with a line that says so; those of drafters always are. Integers of up to four bits take half"
+    " a byte in memory, those of five to eight a byte. Activations and the cache keep their own"
+    " type. Other methods (HQQ, torchao, Quanto, AQLM, MLX, AWQ gemv) are refused by name, as are"
+    " integers and 8-bit floats that no `quantization_config` explains."
 )
 
 _STATE = (
@@ -304,8 +290,8 @@ def page() -> str:
         "# Targets",
         "",
         *_lines(
-            "Which model types run, told from their configs. `specdec doctor --model NAME` says it"
-            " of one checkpoint, with its size and a drafter, before a weight is fetched. This page"
+            "Which model types run. `specdec doctor --model NAME` says it of one checkpoint, with"
+            " its size and a drafter, before a weight is fetched. This page"
             " is made by `python -m tests.checks.targets_table --write` with Transformers"
             f" {transformers.__version__}."
         ),
@@ -316,7 +302,7 @@ def page() -> str:
         "|---|---|---|---|---|",
         *_size_lines(own),
         "",
-        "In bfloat16. States are float32; with them come the inputs of the rows of a step, 8 here.",
+        "In bfloat16; states are float32, with the inputs of the 8 rows of a step.",
         "",
         *_lines(_STARTS),
         "",
