@@ -204,8 +204,8 @@ def parts_of(name: str) -> list[str]:
 
 
 def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
-    """Gives a drafter a name that `--drafter`, `SpecDecoder.from_pretrained` and the `config.json`
-    of a checkpoint may use.
+    """Gives a drafter a name that, in this process, `SpecDecoder.from_pretrained` and the
+    `config.json` of a checkpoint may use.
 
     Args:
         name: of the drafter, or of its algorithm.
