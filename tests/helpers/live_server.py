@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -27,13 +28,11 @@ from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.helpers.waiting import HANG, wait_until
 
 MODEL = "tiny"
-for phase in (
-    "connect",
-    "read",
-    "write",
-    "pool",
-):  # five seconds by default, which a busy machine may need
+for phase in ("connect", "read", "write", "pool"):  # by default too few for a busy machine
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, phase, HANG)
+# Each call of `httpx.get` makes a client, which reads all certificates of authorities anew.
+_ssl_context = httpx._transports.default.create_ssl_context
+httpx._transports.default.create_ssl_context = lru_cache(_ssl_context)  # type: ignore[assignment]
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}{{ name | default('assistant') }}: {% endif %}"

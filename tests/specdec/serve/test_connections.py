@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
@@ -18,8 +18,9 @@ from uvicorn.server import ServerState
 from specdec.cli.main import main
 from specdec.serve.config import ServeConfig
 from specdec.serve.connections import PIECES, Connections
+from specdec.serve.processes import fronts
+from tests.helpers.forked import serving
 from tests.helpers.live_server import Live, live_server
-from tests.helpers.processes import started
 from tests.helpers.waiting import HANG, wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -48,20 +49,24 @@ def works(live: Live) -> bool:
     return httpx.post(live.url + "/v1/completions", json=ASK).status_code == 200
 
 
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("sends", [b"", b"POST /v1/comp", HEAD], ids=len)
-def test_a_head_that_does_not_come_is_not_waited_for(sends: bytes, asks: bool) -> None:
+def test_a_head_that_does_not_come_is_not_waited_for() -> None:
     """Neither at first nor after an answer; who has asked and is silent stays."""
-    with live_server(header_seconds=0.01) as live, httpx.Client(base_url=live.url) as other:
+    with (
+        live_server(header_seconds=0.01) as live,
+        httpx.Client(base_url=live.url) as other,
+        ExitStack() as stack,
+    ):
         other.get("/health")
         (kept,) = other._transport._pool.connections  # type: ignore[attr-defined]
-        with connected(live) as connection:
-            if asks:
-                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                assert connection.recv(65_536).startswith(b"HTTP/1.1 200 ")
-                sends = sends or b"G"
-            connection.sendall(sends)
-            assert all_of(connection) == b""
+        late = []
+        for sends in (b"", b"POST /v1/comp", HEAD, b"G"):
+            late.append(stack.enter_context(connected(live)))
+            if sends in (HEAD, b"G"):
+                late[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert late[-1].recv(65_536).startswith(b"HTTP/1.1 200 ")
+            late[-1].sendall(sends)
+        late.append(stack.enter_context(connected(live, sends=HEAD)))
+        assert [all_of(one) for one in late] == [b""] * len(late)
         other.get("/health")
         assert other._transport._pool.connections == [kept]  # type: ignore[attr-defined]
 
@@ -252,61 +257,27 @@ def test_what_is_missing_is_installed_from_here(
     assert "needs uvicorn, which is not installed; run: python -m pip install -e '" in line
 
 
-SERVE = """
-from contextlib import closing
-from specdec.serve.config import ServeConfig
-from specdec.serve.processes.fronts import Fronts
-from specdec.serve.server import listen, take_connections
-from specdec.serve.processes.setup import Setup
-from specdec.session.link.channel import Facts
-from tests.helpers.live_server import tiny_decoder
-config = ServeConfig(port=0)
-sock = listen(config)
-with closing(Fronts(1, sock, config)) as fronts:
-    decoder = tiny_decoder()
-    url = take_connections(sock)
-    setup = Setup(Facts.of(decoder), config, "tiny")
-    fronts.serve(decoder, setup, lambda: print(url, flush=True))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signals", "status"),
-    [
-        ([signal.SIGHUP], 0),
-        ([signal.SIGINT, signal.SIGTERM], -signal.SIGTERM),
-    ],
+    [([signal.SIGHUP], 0), ([signal.SIGINT, signal.SIGTERM], -signal.SIGTERM)],
     ids=["SIGHUP", "SIGINT, SIGTERM"],
 )
 def test_the_first_signal_drains_and_the_second_ends(signals: list[int], status: int) -> None:
     """Without a word, whatever is open."""
-    # A shell that runs tests under nohup has all that they start ignore SIGHUP.
-    command = [
-        sys.executable,
-        "-c",
-        f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n{SERVE}",
-    ]
-    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        url = process.stdout.readline().strip()
-        long = {
-            "prompt": "a",
-            "max_tokens": 480,
-            "ignore_eos": True,
-            "n": 1 if len(signals) == 1 else 256,
-            "stream": True,
-        }
+    with serving(ServeConfig(port=0)) as (server, url):
+        count = 1 if len(signals) == 1 else 256
+        long = {"prompt": "a", "max_tokens": 480, "ignore_eos": True, "n": count, "stream": True}
         with httpx.stream("POST", url + "/v1/completions", json=long) as stream:
             lines = stream.iter_lines()
             next(lines)
             for number in signals:
-                process.send_signal(number)
+                server.send_signal(number)
                 wait_until(lambda: httpx_is_draining(url))
             if len(signals) == 1:
                 assert [line for line in lines if line][-1] == "data: [DONE]"
-            assert process.wait(HANG) == status
-        assert process.stderr.read() == ""
+            assert server.wait(HANG) == status
+        assert server.stderr.read() == ""
 
 
 def httpx_is_draining(url: str) -> bool:
@@ -318,22 +289,13 @@ def httpx_is_draining(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_end_is_ended() -> None:
+def test_a_server_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever holds it up: here a thread that the interpreter waits for."""
-    code = SERVE.replace("ServeConfig(port=0)", "ServeConfig(port=0, drain_seconds=0.0)")
-    code = (
-        "import specdec.serve.server as s, threading\ns.LAST_SECONDS ="
-        " 0.5\nthreading.Thread(target=threading.Event().wait).start()" + code
-    )
-    with started(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        url = process.stdout.readline().strip()
+    monkeypatch.setattr(fronts, "LAST_SECONDS", 0.5)
+    hold = threading.Thread(target=threading.Event().wait)
+    with serving(ServeConfig(port=0, drain_seconds=0.0), prepare=hold.start) as (server, url):
         wait_until(lambda: httpx.get(url + "/health").status_code == 200)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(HANG) == 1
-        assert (
-            process.stderr.read()
-            == "specdec: the server does not end by itself, so it is ended now\n"
-        )
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(HANG) == 1
+        line = "specdec: the server does not end by itself, so it is ended now\n"
+        assert server.stderr.read() == line

@@ -8,11 +8,8 @@ import pickle
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +23,10 @@ from specdec.serve.processes.setup import Setup
 from specdec.session.link.channel import MAX_BYTES, Channel, Facts, packed, unpacked
 from specdec.session.link.hub import Hub
 from specdec.session.link.link import Link
+from tests.helpers.forked import Forked, serving
 from tests.helpers.live_server import live_server, tiny_decoder
-from tests.helpers.processes import below, started
+from tests.helpers.processes import below
 from tests.helpers.waiting import HANG, wait_until
-
-SERVE = """
-import sys
-from contextlib import closing
-from specdec.serve.config import ServeConfig
-from specdec.serve.processes import fronts as fronts_module
-from specdec.serve.processes.fronts import Fronts
-from specdec.serve.server import listen, take_connections
-from specdec.serve.processes.setup import Setup
-from specdec.session.link.channel import Facts
-from tests.helpers.live_server import tiny_decoder
-config = ServeConfig(port=0, front_processes=int(sys.argv[1]))
-sock = listen(config)
-start, fronts_module._START = fronts_module._START, sys.argv[2] or fronts_module._START
-with closing(Fronts(config.front_processes, sock, config)) as fronts:
-    fronts_module._START = start  # of those that follow
-    decoder = tiny_decoder()
-    url = take_connections(sock)
-    setup = Setup(Facts.of(decoder), config, "tiny")
-    sys.exit(fronts.serve(decoder, setup, lambda: print(url, flush=True)))
-"""
 
 LONG = {"prompt": "abc", "max_tokens": 480, "ignore_eos": True, "temperature": 0, "n": 64}
 SHORT = {"prompt": "abc", "max_tokens": 3, "temperature": 0}
@@ -66,26 +43,7 @@ def test_many_requests_have_more_fronts_where_there_are_cores(
     assert fronts_for(max_num_seqs, cores) == fronts
 
 
-@contextmanager
-def serving(fronts: int, first: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server with so many fronts, that begin with the code `first`, and where it listens; all of
-    it has ended afterwards.
-    """
-    command = [sys.executable, "-c", SERVE, str(fronts), first]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with started(command, **pipes) as server:
-        assert server.stdout is not None
-        url = server.stdout.readline().strip()
-        assert url.startswith("http"), server.communicate()[1]
-        known = below(server.pid)
-        try:
-            yield server, url
-        finally:
-            server.kill()
-            wait_until(lambda: all(not below(one) for one in known), "not all processes end")
-
-
-def fronts_of(server: subprocess.Popen[str]) -> set[int]:
+def fronts_of(server: Forked) -> set[int]:
     return below(server.pid) - {server.pid}
 
 
@@ -104,22 +62,54 @@ def assert_cut(lines: Iterator[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_front_that_is_killed_takes_its_outputs_along_and_another_one_serves() -> None:
-    with serving(1) as (server, url):
-        (front,) = fronts_of(server)
+def test_processes_that_stop_or_are_killed() -> None:
+    """Another front takes the place of one that is killed; one that stops holds up nobody, and
+    counts are those of all. Who waits for an engine that is killed is told, and its fronts end.
+    """
+    with serving(ServeConfig(port=0, front_processes=2)) as (server, url):
         with httpx.stream("POST", url + URL, json=LONG | {"stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
-            os.kill(front, signal.SIGKILL)
+            killed = next(one for one in fronts_of(server) if _is_connected(one, stream))
+            os.kill(killed, signal.SIGKILL)
             assert_cut(lines)
-        wait_until(lambda: answers(url) or server.poll() is not None)
-        wait_until(lambda: httpx.get(url + "/status").json()["running"] == 0)
-        assert front not in fronts_of(server)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(HANG) == 0
-        assert server.stderr is not None
-        (line,) = server.stderr.read().splitlines()
-        assert f"front process {front} was ended by SIGKILL; its outputs are cancelled" in line
+        wait_until(lambda: len(fronts_of(server) - {killed}) == 2)
+        with httpx.stream("POST", url + URL, json=LONG | {"stream": True, "n": 1}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            stopped = next(one for one in fronts_of(server) if _is_connected(one, stream))
+            os.kill(stopped, signal.SIGSTOP)
+            wait_until(lambda: answers(url))
+            os.kill(stopped, signal.SIGCONT)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        wait_until(lambda: min(_status(url, "finished") for _ in range(8)) > 1)
+        wait_until(lambda: _status(url, "running") == 0)
+        fronts = fronts_of(server)
+        assert killed not in fronts
+        with httpx.stream("POST", url + URL, json=LONG | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGSTOP)
+            server.send_signal(signal.SIGKILL)
+            *_, event, end = [line for line in lines if line]
+        assert "the process of the engine has ended" in event and end == "data: [DONE]"
+        wait_until(lambda: not any(below(one) for one in fronts))
+        said = f"front process {killed} was ended by SIGKILL; its outputs are cancelled"
+        assert said in server.stderr.read()
+
+
+def _status(url: str, name: str) -> int:
+    """A number of all fronts, as whichever answers knows."""
+    return int(httpx.get(url + "/status").json()[name])
+
+
+def _is_connected(pid: int, stream: httpx.Response) -> bool:
+    """Whether a process has the other end of a connection."""
+    port = stream.extensions["network_stream"].get_extra_info("client_addr")[1]
+    found = {os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
+    with open("/proc/net/tcp") as table:
+        inodes = {row.split()[9] for row in table if row.split()[2].endswith(f":{port:04X}")}
+    return any(f"socket:[{inode}]" in found for inode in inodes)
 
 
 TAKEN_OVER = """import socket, sys, time
@@ -135,11 +125,10 @@ while True:
 
 @pytest.mark.slow
 def test_a_front_that_says_nonsense_is_ended_and_another_one_serves() -> None:
-    with serving(1, TAKEN_OVER) as (server, url):
+    with serving(ServeConfig(port=0), TAKEN_OVER) as (server, url):
         wait_until(lambda: answers(url) or server.poll() is not None)
         server.send_signal(signal.SIGTERM)
         assert server.wait(HANG) == 0
-        assert server.stderr is not None
         (line,) = server.stderr.read().splitlines()
         assert "was ended by SIGKILL, for a message is ['nonsense'" in line
 
@@ -227,50 +216,6 @@ def test_what_is_no_message_ends_its_sender_alone(tmp_path: Path) -> None:
     thread.join(HANG)
     assert not thread.is_alive()
     assert got == want
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_is_killed_ends_its_fronts(first: int) -> None:
-    """Who waits is told, where the front lives to tell it."""
-    with serving(1) as (server, url):
-        fronts = fronts_of(server)
-        with httpx.stream("POST", url + URL, json=LONG | {"stream": True}) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            server.send_signal(first)
-            server.kill()
-            *_, event, end = [line for line in lines if line]
-        assert "the process of the engine has ended" in event and end == "data: [DONE]"
-        wait_until(lambda: not any(below(one) for one in fronts))
-
-
-@pytest.mark.slow
-def test_a_front_that_stops_holds_up_nobody_and_counts_are_those_of_all() -> None:
-    with serving(2) as (server, url):
-        with httpx.stream("POST", url + URL, json=LONG | {"stream": True, "n": 1}) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            stopped = next(one for one in fronts_of(server) if _is_connected(one, stream))
-            os.kill(stopped, signal.SIGSTOP)
-            wait_until(lambda: answers(url))
-            os.kill(stopped, signal.SIGCONT)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        wait_until(lambda: min(_finished(url) for _ in range(8)) > 1)
-
-
-def _finished(url: str) -> int:
-    """Outputs of all fronts, as whichever answers knows."""
-    return int(httpx.get(url + "/status").json()["finished"])
-
-
-def _is_connected(pid: int, stream: httpx.Response) -> bool:
-    """Whether a process has the other end of a connection."""
-    port = stream.extensions["network_stream"].get_extra_info("client_addr")[1]
-    found = {os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
-    with open("/proc/net/tcp") as table:
-        inodes = {row.split()[9] for row in table if row.split()[2].endswith(f":{port:04X}")}
-    return any(f"socket:[{inode}]" in found for inode in inodes)
 
 
 def test_outputs_that_nobody_reads_go_on_and_are_told_at_once() -> None:

@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +20,8 @@ from specdec.base.errors import SpecDecError
 from specdec.cli.main import main
 from specdec.serve.config import ServeConfig
 from specdec.serve.server import listen, take_connections
+from tests.helpers.forked import command
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder
-from tests.helpers.processes import started
 from tests.helpers.waiting import HANG, gated, wait_until
 
 LONG = {"prompt": "abc", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
@@ -267,31 +264,16 @@ def test_a_rank_that_ends_while_nobody_waits_ends_the_server(
 
 @pytest.mark.slow
 def test_the_command_serves_the_embedded_model_and_ends_at_sigterm() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "specdec",
-        "serve",
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-        "--max-num-seqs",
-        "2",
-        "--drafter",
-        "ngram",
-    ]
-    with started(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        line = next(line for line in process.stderr if " at http" in line)
-        with openai.OpenAI(base_url=line.split()[-1], api_key="x") as client:
-            chat: Any = [{"role": "user", "content": "What is the capital of France? One word."}]
-            made = client.chat.completions.create(
-                model="embedded", messages=chat, max_tokens=12, temperature=0
-            )
-            assert "Paris" in (made.choices[0].message.content or "")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(HANG) == 0
+    words = "serve --port 0 --device cpu --max-num-seqs 2 --drafter ngram"
+    with (
+        command(words) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client,
+    ):
+        chat: Any = [{"role": "user", "content": "What is the capital of France? One word."}]
+        made = client.chat.completions.create(
+            model="embedded", messages=chat, max_tokens=12, temperature=0
+        )
+        assert "Paris" in (made.choices[0].message.content or "")
 
 
 @pytest.mark.parametrize(

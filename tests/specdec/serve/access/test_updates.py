@@ -5,10 +5,6 @@ drafts become better or worse.
 from __future__ import annotations
 
 import os
-import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -22,8 +18,8 @@ from specdec import CacheConfig, EngineConfig, SpecDecoder
 from specdec.base.errors import InvalidInputError
 from specdec.serve.config import ServeConfig
 from tests.evals.tiny import save_tiny
+from tests.helpers.forked import command
 from tests.helpers.live_server import Live, live_server
-from tests.helpers.processes import started
 from tests.helpers.tiny_models import plain_model, tiny_tokenizer
 from tests.helpers.waiting import HANG, wait_until
 
@@ -191,38 +187,18 @@ def test_the_route_is_for_who_opens_it_and_has_the_key(live: Live, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_all_fronts_are_told(folders: Path) -> None:
-    words: list[Any] = [
-        sys.executable,
-        "-m",
-        "specdec",
-        "serve",
-        "--model",
-        folders / "target",
-        "--port",
-        "0",
-    ]
-    words += ["--device", "cpu", "--drafter", folders / "drafters" / "random", "-k", "3"]
-    words += ["--front-processes", "2", "--drafter-updates", folders / "drafters"]
-    key = {**os.environ, "SPECDEC_API_KEY": "secret"}
-    with started([*map(str, words)], stderr=subprocess.PIPE, text=True, env=key) as server:
-        assert server.stderr is not None
-        try:
-            found = None
-            while found is None:
-                line = server.stderr.readline()
-                assert line, "the server does not start"
-                found = re.search(r" at (http://[\d.:]+)/v1", line)
-            url = found[1]
-            answer = httpx.post(url + ROUTE, json={"drafter": "good"}, headers=KEY)
-            assert answer.json() == {"drafter": "good"}
+def test_all_fronts_are_told(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "serve --port 0 --device cpu -k 3 --front-processes 2"
+    drafters = folders / "drafters"
+    models = ["--model", folders / "target", "--drafter", drafters / "random"]
+    monkeypatch.setenv("SPECDEC_API_KEY", "secret")
+    with command(words, *map(str, [*models, "--drafter-updates", drafters])) as url:
+        answer = httpx.post(url + ROUTE, json={"drafter": "good"}, headers=KEY)
+        assert answer.json() == {"drafter": "good"}
 
-            def named() -> set[str]:
-                """By fronts that twenty new connections come to."""
-                infos = [httpx.get(url + "/server_info", headers=KEY).json() for _ in range(20)]
-                return {info["drafter"] for info in infos}
+        def named() -> set[str]:
+            """By fronts that twenty new connections come to."""
+            infos = [httpx.get(url + "/server_info", headers=KEY).json() for _ in range(20)]
+            return {info["drafter"] for info in infos}
 
-            wait_until(lambda: named() == {"good"})
-        finally:
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(HANG) == 0
+        wait_until(lambda: named() == {"good"})
