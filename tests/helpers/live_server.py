@@ -32,7 +32,7 @@ for phase in ("connect", "read", "write", "pool"):  # by default too few for a b
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, phase, HANG)
 # Each call of `httpx.get` makes a client, which reads all certificates of authorities anew.
 _ssl_context = httpx._transports.default.create_ssl_context
-httpx._transports.default.create_ssl_context = lru_cache(_ssl_context)  # type: ignore[assignment]
+httpx._transports.default.create_ssl_context = lru_cache(_ssl_context)
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}{{ name | default('assistant') }}: {% endif %}"
