@@ -59,11 +59,9 @@ class LocalAnswers:
         self.timer = decoder.engine.timer
 
     def key(self, index: int) -> str:
-        """Names the output of a prompt."""
         return self._jobs[index].key
 
     def __iter__(self) -> Iterator[StreamChunk]:
-        """Chunks as they come."""
         missing = []
         for index, job in self._jobs.items():
             if job.error is not None:
@@ -117,11 +115,9 @@ class ClusterAnswers:
         self.drafts = f"drafter {drafter_name(args.drafter, args.model)}, {engines}"
 
     def key(self, index: int) -> str:
-        """Names the output of a prompt."""
         return self._jobs[index].key
 
     def __iter__(self) -> Iterator[StreamChunk]:
-        """Answers as they come."""
         for index, job in self._jobs.items():
             if job.error is not None:
                 yield _refused(index, job.error)

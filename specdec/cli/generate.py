@@ -37,7 +37,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `specdec generate`."""
     parser.usage = "%(prog)s [PROMPT ...] [--file FILE] [options]"
     parser.epilog = _EXAMPLES
 

@@ -67,7 +67,6 @@ class Phases:
         self._bar: ProgressBar | None = None
 
     def __call__(self, title: str, done: int, total: int) -> None:
-        """Draws the bar of what is being done."""
         if self._bar is None:
             self._bar = ProgressBar(title, total)
         if done < total:

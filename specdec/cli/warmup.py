@@ -28,7 +28,6 @@ or the driver changes. Interrupted, the same command goes on with what is left.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `specdec warmup`."""
     parser.usage = "%(prog)s [options]"
     parser.epilog = _EPILOG
     model_options(parser)

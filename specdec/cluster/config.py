@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specdec.base.config import EngineConfig, LoadConfig
-from specdec.base.errors import InvalidInputError
+from specdec.base.validation import require
 from specdec.sampling.params import SamplingParams
 
 
@@ -26,16 +26,11 @@ class ClusterConfig:
     cpus_per_engine: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.engines is not None and self.engines < 1:
-            raise InvalidInputError(f"engines is {self.engines}; it must be at least 1")
-        if self.gpus_per_engine is not None and self.gpus_per_engine < 0:
-            raise InvalidInputError(
-                f"gpus_per_engine is {self.gpus_per_engine}; it must be 0 (CPUs alone) or more"
-            )
-        if not self.cpus_per_engine > 0:
-            raise InvalidInputError(
-                f"cpus_per_engine is {self.cpus_per_engine:g}; it must be above 0"
-            )
+        engines, gpus, cpus = self.engines, self.gpus_per_engine, self.cpus_per_engine
+        require(engines is None or engines >= 1, f"engines is {engines}; it must be at least 1")
+        line = f"gpus_per_engine is {gpus}; it must be 0 (CPUs alone) or more"
+        require(gpus is None or gpus >= 0, line)
+        require(cpus > 0, f"cpus_per_engine is {cpus:g}; it must be above 0")
 
     def placed(self, *, gpus: float, cpus: float, machines: int) -> ClusterConfig:
         """This config with every number, for a cluster that has so much.
@@ -57,11 +52,9 @@ class ClusterConfig:
             ("GPUs", engines * each, gpus),
             ("CPU cores", engines * self.cpus_per_engine, cpus),
         ):
-            if needed > there:
-                raise InvalidInputError(
-                    f"{engines} engines need {needed:g} {name} and the cluster has {there:g};"
-                    " lower --engines, --gpus-per-engine or --cpus-per-engine"
-                )
+            what = f"{engines} engines need {needed:g} {name} and the cluster has {there:g}"
+            way_out = "lower --engines, --gpus-per-engine or --cpus-per-engine"
+            require(needed <= there, f"{what}; {way_out}")
         return ClusterConfig(engines, each, self.cpus_per_engine)
 
 

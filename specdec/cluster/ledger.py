@@ -31,9 +31,7 @@ class Ledger:
         return Verdict.NEVER if self._begun[key] else Verdict.ALONE
 
     def begin(self, key: str, *, alone: bool) -> None:
-        """Notes that an engine answers the row from now on."""
         self._begun[key] = alone
 
     def end(self, key: str) -> None:
-        """Notes that it has done so."""
         self._begun.pop(key, None)

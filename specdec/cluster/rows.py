@@ -34,12 +34,10 @@ class Row:
     said: tuple[str, ...] | None = None
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Row:
-        """The row of a line."""
         given = json.loads(text)
         return cls(
             given["key"],
@@ -98,7 +96,6 @@ class Answer:
         return self.results[-1].error
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -49,21 +49,17 @@ class ThinkingProgress:
 
     @property
     def ready(self) -> bool:
-        """See `GrammarProgress`."""
         return self._answer is None or self._answer.ready
 
     @property
     def error(self) -> BaseException | None:
-        """See `GrammarProgress`."""
         return None if self._answer is None else self._answer.error
 
     def leave(self) -> None:
-        """See `GrammarProgress`."""
         if self._answer is not None:
             self._answer.leave()
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        """See `GrammarProgress.advance`."""
         for at, token in enumerate(token_ids):
             if self._place.phase is Phase.BEHIND:
                 return self._answered(token_ids[at:])
@@ -82,7 +78,6 @@ class ThinkingProgress:
         drafts: Sequence[int] = (),
         parents: Sequence[int] | None = None,
     ) -> None:
-        """See `GrammarProgress.fill`."""
         masks.fill_(PERMISSIVE)
         self.dead_ends = frozenset()
         parents = range(len(drafts)) if parents is None else parents

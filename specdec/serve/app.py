@@ -27,7 +27,7 @@ from specdec.serve.answers.completion import Completion
 from specdec.serve.answers.stream import EventStream
 from specdec.serve.answers.token_bytes import TokenBytes
 from specdec.serve.answers.transport import ClientGone, Defects, Json, Whole, unless_gone
-from specdec.serve.errors import RequestError, malformed, refused
+from specdec.serve.errors import RequestError, check_outputs, malformed, refused
 from specdec.serve.front import Front
 from specdec.serve.guard import Guard
 from specdec.serve.limits import MAX_PROMPT_LOGPROBS, TOKENIZED
@@ -134,7 +134,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
     async def tokenize(asked: TokenizeRequest) -> Response:
         front.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
-            raise RequestError(400, "give either prompt or messages", param="prompt")
+            raise RequestError("give either prompt or messages", "prompt")
         if asked.prompt is None:
             tools = await asyncio.to_thread(tool_definitions, asked.tools)
             front.texts.check_length(characters([asked.messages, tools]), most)
@@ -156,11 +156,8 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
     async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
         front.check_model(asked.model)
         if len(asked.tokens) > most:
-            raise RequestError(
-                400,
-                f"tokens has {len(asked.tokens):,} entries and the limit is {most:,}; give fewer",
-                param="tokens",
-            )
+            what = f"tokens has {len(asked.tokens):,} entries and the limit is {most:,}"
+            raise RequestError(f"{what}; give fewer", "tokens")
         if asked.tokens:
             engine.admission.check_tokens(asked.tokens)
         return {"prompt": await front.texts.run(len(asked.tokens), tokenizer.decode, asked.tokens)}
@@ -261,7 +258,7 @@ def _add_errors(app: FastAPI, front: Front) -> None:
             routes = [one.path for one in app.routes if isinstance(one, APIRoute)]
             asked = ", ".join(one for one in routes if one.startswith("/v1/") and "{" not in one)
             what = f"{what}; there are {asked}"
-        return answer(RequestError(error.status_code, what))
+        return answer(RequestError(what, status=error.status_code))
 
     @app.exception_handler(ClientGone)
     async def forget(http: Request, error: ClientGone) -> Response:
@@ -276,8 +273,8 @@ def _check(front: Front, asked: Generation, num_prompts: int) -> None:
     budget, tokenizer = asked.thinking_token_budget, front.engine.reader.tokenizer
     if budget is not None and thinking_of(tokenizer) is None:
         message = "the model has no token that is known to end a thinking; leave it out"
-        raise RequestError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
-    front.check_choices(num_prompts * (asked.n or 1))
+        raise RequestError(f"thinking_token_budget: {message}", "thinking_token_budget")
+    check_outputs(num_prompts * (asked.n or 1), front.config.max_choices)
 
 
 def _check_prompt_logprobs(sampling: SamplingParams, prompts: list[list[int]]) -> None:
@@ -287,13 +284,9 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompts: list[list[int]]) -
     each = 0 if sampling.prompt_logprobs is None else sampling.prompt_logprobs + 1
     count = each * sum(map(len, prompts))
     if count > MAX_PROMPT_LOGPROBS:
-        message = (
-            f"{count:,} log-probabilities of prompts are asked for and the limit is"
-            f" {MAX_PROMPT_LOGPROBS:,}"
-        )
-        raise RequestError(
-            400, f"{message}; give fewer prompts at once, or lower logprobs", param="logprobs"
-        )
+        what = f"{count:,} log-probabilities of prompts are asked for"
+        what = f"{what} and the limit is {MAX_PROMPT_LOGPROBS:,}"
+        raise RequestError(f"{what}; give fewer prompts at once, or lower logprobs", "logprobs")
 
 
 async def _sampling(front: Front, asked: Generation) -> SamplingParams:

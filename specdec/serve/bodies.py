@@ -59,7 +59,7 @@ class Bodies:
         Raises:
             RequestError: it is too large, does not come, or there is no room for it.
         """
-        length = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
+        length = header(scope, b"content-length")
         if len(length) > 18 or (length.isdigit() and int(length) > self._config.max_body_bytes):
             raise self._too_large("bytes", self._config.max_body_bytes)
         self._coming.add(place)
@@ -68,14 +68,10 @@ class Bodies:
                 body = await self._read(place, receive)
         except TimeoutError:
             if place.gave_way:
-                raise busy(
-                    "unfinished requests hold too much, and this one most; try again later",
-                    close=True,
-                ) from None
-            seconds = f"{self._config.body_seconds:g}"
-            raise RequestError(
-                408, f"the body has not come within {seconds} seconds; send it faster", close=True
-            ) from None
+                what = "unfinished requests hold too much, and this one most; try again later"
+                raise busy(what, close=True) from None
+            what = f"the body has not come within {self._config.body_seconds:g} seconds"
+            raise RequestError(f"{what}; send it faster", status=408, close=True) from None
         finally:
             self._coming.discard(place)
         if body:
@@ -121,7 +117,10 @@ class Bodies:
             largest.limit.reschedule(0)
 
     def _too_large(self, what: str, limit: int) -> RequestError:
-        return RequestError(
-            413,
-            f"the request has more than {limit:,} {what}, which is the limit; send less at once",
-        )
+        more = f"the request has more than {limit:,} {what}, which is the limit"
+        return RequestError(f"{more}; send less at once", status=413)
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """The first header of that name; empty where there is none."""
+    return next((value for key, value in scope["headers"] if key == name), b"")

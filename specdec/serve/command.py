@@ -25,7 +25,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `specdec serve`."""
     parser.usage = "%(prog)s [options]"
     parser.epilog = _EXAMPLES
     model_options(parser)

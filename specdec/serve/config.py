@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from specdec.base.chat.tools import FORMATS
-from specdec.base.errors import InvalidInputError
 from specdec.base.files import user_path
+from specdec.base.validation import require
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
 """A variable of the environment: the key where no option names one, so that it stands in no list of
@@ -111,79 +111,59 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for name in ("served_model_name", "allowed_hosts", "allowed_origins"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if "" in self.served_model_name:
-            raise InvalidInputError("served_model_name is empty; give a name, or leave it out")
         for name in self.served_model_name:
-            if name != name.encode(errors="replace").decode():
-                raise InvalidInputError(f"served_model_name has {name!r}, which is no text")
-        wrong = [one for one in self.allowed_hosts if not re.fullmatch(r"[A-Za-z0-9._-]+", one)]
-        if wrong:
-            raise InvalidInputError(
-                f"allowed_hosts has {wrong[0]!r}; give a name alone, such as chat.example"
-            )
-        wrong = [
-            one
-            for one in self.allowed_origins
-            if one != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", one)
-        ]
-        if wrong:
-            raise InvalidInputError(
-                f"allowed_origins has {wrong[0]!r}; give a scheme and a host, such as"
-                f" https://chat.example, or *"
-            )
-        if self.tool_format not in (None, *FORMATS):
-            raise InvalidInputError(
-                f"tool_format is {self.tool_format!r}; choose one of {', '.join(FORMATS)}"
-            )
-        if self.drafter_updates is not None and not user_path(self.drafter_updates).is_dir():
-            raise InvalidInputError(
-                f"drafter_updates is {self.drafter_updates!r}, which is no folder; name one that"
-                f" will have checkpoints"
-            )
+            require(name != "", "served_model_name is empty; give a name, or leave it out")
+            is_text = name == name.encode(errors="replace").decode()
+            require(is_text, f"served_model_name has {name!r}, which is no text")
+        for name in self.allowed_hosts:
+            way_out = "give a name alone, such as chat.example"
+            fits = bool(re.fullmatch(r"[A-Za-z0-9._-]+", name))
+            require(fits, f"allowed_hosts has {name!r}; {way_out}")
+        for name in self.allowed_origins:
+            way_out = "give a scheme and a host, such as https://chat.example, or *"
+            fits = bool(re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", name))
+            require(fits, f"allowed_origins has {name!r}; {way_out}")
+        known = self.tool_format in (None, *FORMATS)
+        way_out = f"choose one of {', '.join(FORMATS)}"
+        require(known, f"tool_format is {self.tool_format!r}; {way_out}")
+        updates = self.drafter_updates
+        what = f"drafter_updates is {updates!r}, which is no folder"
+        there = updates is None or user_path(updates).is_dir()
+        require(there, f"{what}; name one that will have checkpoints")
         if self.api_key is None:
             object.__setattr__(self, "api_key", os.environ.get(KEY_VARIABLE) or None)
         key = self.api_key
-        if key is not None and not (
-            key.strip() == key != "" and key.isascii() and key.isprintable()
+        fits = key is None or (key.strip() == key != "" and key.isascii() and key.isprintable())
+        what = "the API key is empty, begins or ends with a blank, or holds what no header can"
+        require(fits, f"{what}; give printable ASCII characters")
+        what = "drafter_updates lets clients change the drafter, so it needs a key"
+        require(updates is None or bool(key), f"{what}; set ${KEY_VARIABLE}, or leave it out")
+        nice = self.learn_nice
+        require(0 <= nice <= 19, f"learn_nice is {nice}; it must lie in [0, 19]")
+        for name, needed in (
+            ("learn_device", "learn_from_requests"),
+            ("learn_config", "learn_device"),
         ):
-            raise InvalidInputError(
-                "the API key is empty, begins or ends with a blank, or holds what no header can;"
-                " give printable ASCII characters"
-            )
-        if self.drafter_updates is not None and key is None:
-            raise InvalidInputError(
-                f"drafter_updates lets clients change the drafter, so it needs a key; set"
-                f" ${KEY_VARIABLE}, or leave it out"
-            )
-        if not 0 <= self.learn_nice <= 19:
-            raise InvalidInputError(f"learn_nice is {self.learn_nice}; it must lie in [0, 19]")
-        for name in ("learn_device", "learn_config"):
-            needed = "learn_device" if name == "learn_config" else "learn_from_requests"
-            if getattr(self, name) is not None and getattr(self, needed) is None:
-                raise InvalidInputError(
-                    f"{name} is {getattr(self, name)!r} without {needed}; give both"
-                )
-        if not 0 <= self.port < 2**16:
-            raise InvalidInputError(
-                f"port is {self.port}; it must lie in [0, 65535], where 0 takes a free one"
-            )
+            value, other = getattr(self, name), getattr(self, needed)
+            fits = value is None or other is not None
+            require(fits, f"{name} is {value!r} without {needed}; give both")
+        line = f"port is {self.port}; it must lie in [0, 65535], where 0 takes a free one"
+        require(0 <= self.port < 2**16, line)
         for name in (
             "front_processes",
             "keep_alive_seconds",
             "learn_every",
             *(name for name in self.__dataclass_fields__ if name.startswith("max_")),
         ):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InvalidInputError(f"{name} is {value}; it must be at least 1")
-        if self.num_fronts > MAX_FRONTS:
-            raise InvalidInputError(
-                f"front_processes is {self.front_processes}; it must be at most {MAX_FRONTS}"
-            )
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+        line = f"front_processes is {self.front_processes}; it must be at most {MAX_FRONTS}"
+        require(self.num_fronts <= MAX_FRONTS, line)
         for name in ("header_seconds", "body_seconds", "drain_seconds"):
             seconds = getattr(self, name)
             allowed = seconds > 0 or (name == "drain_seconds" and seconds == 0)
-            if not (math.isfinite(seconds) and allowed):
-                raise InvalidInputError(f"{name} is {seconds}; it must be a positive finite number")
+            fits = math.isfinite(seconds) and allowed
+            require(fits, f"{name} is {seconds}; it must be a positive finite number")
 
     @property
     def num_fronts(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -23,19 +23,19 @@ class RequestError(Exception):
     """A request that cannot be served.
 
     Args:
-        status: of HTTP.
         message: one line: the value, the limit, the way out.
         param: the field that it is about.
+        status: of HTTP.
         code: a word for programs.
         close: the connection ends with the answer, since the rest of the request is not waited for.
     """
 
     def __init__(
         self,
-        status: int,
         message: str,
-        *,
         param: str | None = None,
+        *,
+        status: int = 400,
         code: str | None = None,
         close: bool = False,
     ) -> None:
@@ -61,29 +61,25 @@ class RequestError(Exception):
 
 def busy(message: str, *, close: bool = False) -> RequestError:
     """The server takes nothing now and may later."""
-    return RequestError(503, message, code="server_busy", close=close)
+    return RequestError(message, status=503, code="server_busy", close=close)
 
 
 def engine_failed(error: BaseException) -> RequestError:
     """A defect of ours or the machine's."""
     line = " ".join(str(error).split()) or type(error).__name__
-    return RequestError(500, line, code="engine_failed")
+    return RequestError(line, status=500, code="engine_failed")
 
 
 def defect() -> RequestError:
     """A defect of the server's own, of which a client is told no more."""
-    return RequestError(500, "the server has a defect; its log has the traceback")
+    return RequestError("the server has a defect; its log has the traceback", status=500)
 
 
 def refused(error: SpecDecError) -> RequestError:
     """A value out of range, or a prompt that is too long."""
     named = _FIELD.match(str(error))
-    return RequestError(
-        400,
-        str(error),
-        param=named[1] if named else None,
-        code="context_length_exceeded" if isinstance(error, CapacityError) else None,
-    )
+    code = "context_length_exceeded" if isinstance(error, CapacityError) else None
+    return RequestError(str(error), named and named[1], code=code)
 
 
 def told(error: BaseException) -> RequestError:
@@ -98,26 +94,42 @@ def malformed(problems: Sequence[Any]) -> RequestError:
     problem = problems[0]
     place = [str(part) for part in problem["loc"] if part != "body"]
     if problem["type"] == "json_invalid":
-        return RequestError(
-            400, f"the body is not JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
-        )
+        why = problem.get("ctx", {}).get("error", problem["msg"])
+        return RequestError(f"the body is not JSON: {why}")
     if not place and problem["type"] == "string_unicode":
         what = "the name of a field is not Unicode text: it has half of a surrogate pair; remove it"
-        return RequestError(400, what)
+        return RequestError(what)
     if not place:
-        return RequestError(
-            400, "the body is no JSON object; send one, with Content-Type: application/json"
-        )
+        what = "the body is no JSON object; send one, with Content-Type: application/json"
+        return RequestError(what)
     name = place[0]
     if problem["type"] == "missing":  # between the ends may stand a class of ours
         where = ".".join(dict.fromkeys((name, place[-1])))
-        return RequestError(400, f"{where} is missing; give it", param=name)
-    what = "; ".join(
-        dict.fromkeys(
-            _INSTANCE.sub("object", one["msg"].lower().removeprefix("value error, "))
-            for one in problems
-            if one["loc"][1:2] == (name,)
-        )
-    )
-    what = f"{name} is {shown(problem['input'])}: {what or problem['msg'].lower()}"
-    return RequestError(400, what, param=name)
+        return RequestError(f"{where} is missing; give it", name)
+    of_field = [one for one in problems if one["loc"][1:2] == (name,)] or [problem]
+    said = (one["msg"].lower().removeprefix("value error, ") for one in of_field)
+    what = "; ".join(dict.fromkeys(_INSTANCE.sub("object", one) for one in said))
+    return RequestError(f"{name} is {shown(problem['input'])}: {what}", name)
+
+
+def check_outputs(count: int, most: int) -> None:
+    """Raises:
+    RequestError: a request asks for too many.
+    """
+    if count > most:
+        what = f"the request asks for {count:,} outputs and the limit is {most}"
+        raise RequestError(f"{what}; ask for fewer at once")
+
+
+def check_model(name: str | None, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raises:
+    RequestError: a request names another model.
+
+    Args:
+        name: in the request.
+        names: that are right.
+        known: those that a client is told.
+    """
+    if name is not None and name not in names:
+        what = f"there is no model {name[:200]!r} (known: {', '.join(known)})"
+        raise RequestError(what, "model", status=404, code="model_not_found")

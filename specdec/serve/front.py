@@ -17,7 +17,13 @@ from specdec.base.metrics import AcceptanceStats
 from specdec.base.version import __version__
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.transport import ClientGone, gone
-from specdec.serve.errors import RequestError, busy, engine_failed, told
+from specdec.serve.errors import (
+    RequestError,
+    busy,
+    check_model,
+    engine_failed,
+    told,
+)
 from specdec.serve.processes.setup import Setup
 from specdec.serve.state.totals import Totals, sum_of
 from specdec.serve.texts import Texts
@@ -65,10 +71,12 @@ class Front:
         self.on_end: Callable[[], object] = lambda: None
         self._open: set[Outputs] = set()
         self._waiting: set[asyncio.Future[None]] = set()  # for grammars
-        engine.on_totals = self._take_totals
-        engine.on_drafter = self._take_drafter
-        engine.on_learned = self._take_learned
-        engine.on_death = self._die
+        engine.told = {
+            "totals": self._take_totals,
+            "drafter": self._take_drafter,
+            "learned": self._take_learned,
+            "dead": self._die,
+        }
 
     @property
     def idle(self) -> bool:
@@ -145,39 +153,19 @@ class Front:
         """Raises:
         RequestError: a request names another model.
         """
-        if name is not None and name not in self.names and name != self._model:
-            known = ", ".join(self.names)
-            raise RequestError(
-                404,
-                f"there is no model {name[:200]!r} (known: {known})",
-                param="model",
-                code="model_not_found",
-            )
+        check_model(name, (*self.names, self._model), self.names)
 
     def without_folder(self, text: str) -> str:
         """The text without the folder that the model comes from."""
         return text.replace(repr(self.engine.reader.name), repr(self.names[0]))
-
-    def check_choices(self, count: int) -> None:
-        """Raises:
-        RequestError: a request asks for too many outputs.
-        """
-        most = self.config.max_choices
-        if count > most:
-            raise RequestError(
-                400,
-                f"the request asks for {count:,} outputs and the limit is {most}; ask for fewer at"
-                f" once",
-            )
 
     def check_open(self) -> None:
         """Raises:
         RequestError: nothing new is taken on.
         """
         if self.dead:
-            raise RequestError(
-                503, "the engine has failed, and the server ends", code="engine_dead"
-            )
+            what = "the engine has failed, and the server ends"
+            raise RequestError(what, status=503, code="engine_dead")
         if self.draining:
             raise busy("the server is about to end; ask another one")
 
@@ -248,7 +236,7 @@ class Front:
         """Nobody waits for these any more."""
         self._open.discard(outputs)
 
-    def _die(self, line: str | None) -> None:
+    def _die(self, line: str | None = None) -> None:
         if line is not None and not (self.dead or self.draining):
             logger.error("the server ends: %s", line)
         self.dead = True
@@ -270,10 +258,8 @@ class Front:
 
     def _check_room(self, what: str, more: int, now: int, limit: int) -> None:
         if more > limit:
-            raise RequestError(
-                400,
-                f"the request has {more:,} {what} and the limit is {limit:,}; send less at once",
-            )
+            asked = f"the request has {more:,} {what} and the limit is {limit:,}"
+            raise RequestError(f"{asked}; send less at once")
         if now + more > limit:
             raise busy(f"{now:,} {what} are unfinished and the limit is {limit:,}; try again later")
 
@@ -480,7 +466,7 @@ def _check_result(result: GenerationResult) -> None:
     RequestError: the output was not finished.
     """
     if result.bad_input:
-        raise RequestError(400, result.error or "the request cannot be served")
+        raise RequestError(result.error or "the request cannot be served")
     if result.finish_reason == "error":
         raise engine_failed(RuntimeError(result.error or "the engine failed"))
     if result.finish_reason == "cancelled":

@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serve.answers.transport import Json
-from specdec.serve.bodies import Bodies
+from specdec.serve.bodies import Bodies, header
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError
 
@@ -33,7 +33,6 @@ class Guard:
         self._by_host = bool(config.allowed_hosts) or (self._key is None and _local(config.host))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -60,31 +59,22 @@ class Guard:
         """
         if not self._by_host:
             return
-        given = (
-            next((value for name, value in scope["headers"] if name == b"host"), b"")
-            .decode("latin-1")
-            .lower()
-        )
+        given = header(scope, b"host").decode("latin-1").lower()
         host = given[: given.find("]") + 1] if given.startswith("[") else given.partition(":")[0]
         if not (host in self._hosts or host.endswith(".localhost") or _is_address(host)):
-            message = (
-                f"the host {host[:200]!r} is not this server's; ask for localhost, or name it"
-                f" with --allowed-hosts"
-            )
-            raise RequestError(403, message)
+            way_out = "ask for localhost, or name it with --allowed-hosts"
+            what = f"the host {host[:200]!r} is not this server's; {way_out}"
+            raise RequestError(what, status=403)
 
     def _check_key(self, scope: Scope) -> None:
         if self._key is None or scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
             return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        given = header(scope, b"authorization")
         scheme, _, key = given.partition(b" ")
         right = secrets.compare_digest(_digest(key.strip()), self._key)
         if scheme.lower() != b"bearer" or not right:
-            raise RequestError(
-                401,
-                "the API key is wrong or missing; send Authorization: Bearer KEY",
-                code="invalid_api_key",
-            )
+            what = "the API key is wrong or missing; send Authorization: Bearer KEY"
+            raise RequestError(what, status=401, code="invalid_api_key")
 
 
 def _is_address(host: str) -> bool:

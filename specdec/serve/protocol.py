@@ -94,7 +94,7 @@ class Body(BaseModel):
             if name in REFUSED:
                 harmless, way_out = REFUSED[name]
                 if value not in harmless:
-                    raise RequestError(400, f"{name} is not offered: {way_out}", param=name)
+                    raise RequestError(f"{name} is not offered: {way_out}", name)
             elif name not in SILENT:
                 _warn(name)
 
@@ -107,20 +107,14 @@ class Body(BaseModel):
         if not isinstance(given, dict):
             return given
         if len(given) > MAX_FIELDS:
-            raise RequestError(
-                400,
-                f"the request has {len(given):,} fields and the limit is {MAX_FIELDS:,}; give"
-                f" fewer",
-            )
+            what = f"the request has {len(given):,} fields and the limit is {MAX_FIELDS:,}"
+            raise RequestError(f"{what}; give fewer")
         for name, value in given.items():
             most = (MAX_CHARACTERS if isinstance(value, str) else MAX_ENTRIES).get(name)
             if most is not None and isinstance(value, str | list | dict) and len(value) > most:
                 what = "characters" if isinstance(value, str) else "entries"
-                raise RequestError(
-                    400,
-                    f"{name} has {len(value):,} {what} and the limit is {most:,}; give fewer",
-                    param=name,
-                )
+                what = f"{name} has {len(value):,} {what} and the limit is {most:,}; give fewer"
+                raise RequestError(what, name)
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -190,7 +184,7 @@ class Prediction(Body):
         wrong = [one for one in self.content if not isinstance(one.get("text"), str)]
         if wrong or any(one.get("type") != "text" for one in self.content):
             message = 'prediction has a part that is no text; give {"type": "text", "text": ...}'
-            raise RequestError(400, message, param="prediction")
+            raise RequestError(message, "prediction")
         return "".join(one["text"] for one in self.content)
 
 
@@ -316,7 +310,7 @@ class ChatRequest(Chat, Generation):
         said = self.thinking.type == "enabled" if self.thinking else self.enable_thinking
         if self.enable_thinking not in (None, said):
             message = "thinking and enable_thinking disagree; give one of them"
-            raise RequestError(400, message, param="thinking")
+            raise RequestError(message, "thinking")
         return said
 
     def check_others(self) -> None:

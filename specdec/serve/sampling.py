@@ -62,11 +62,8 @@ def wishes(asked: Generation) -> dict[str, Any]:
         RequestError, InvalidInputError: see `sampling_params`.
     """
     if asked.best_of not in (None, asked.n or 1):
-        raise RequestError(
-            400,
-            f"best_of is {asked.best_of}: outputs are not ranked; leave it out",
-            param="best_of",
-        )
+        what = f"best_of is {asked.best_of}: outputs are not ranked; leave it out"
+        raise RequestError(what, "best_of")
     named = {name: getattr(asked, name) for name in SAME}
     values: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if asked.top_k is not None:
@@ -86,9 +83,7 @@ def wishes(asked: Generation) -> dict[str, Any]:
             "top_logprobs": asked.top_logprobs or 0 if asked.logprobs else 0,
         }
         if asked.top_logprobs and not asked.logprobs:
-            raise RequestError(
-                400, "top_logprobs needs logprobs; set it to true", param="top_logprobs"
-            )
+            raise RequestError("top_logprobs needs logprobs; set it to true", "top_logprobs")
     limit = asked.max_output if isinstance(asked, ChatRequest) else asked.max_tokens
     if limit is not None:
         values["max_tokens"] = limit
@@ -100,7 +95,7 @@ def _completion_logprobs(asked: CompletionRequest) -> dict[str, Any]:
     if asked.logprobs is None:
         return {}
     if asked.echo and asked.stream:
-        raise RequestError(400, "echo with logprobs comes whole; drop stream", param="stream")
+        raise RequestError("echo with logprobs comes whole; drop stream", "stream")
     return {
         "logprobs": True,
         "top_logprobs": asked.logprobs,

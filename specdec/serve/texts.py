@@ -49,7 +49,6 @@ class SmallestFirst:
         return made
 
     def close(self) -> None:
-        """Cancels what waits."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for _, _, made, _ in self._waiting:
@@ -175,7 +174,6 @@ class Texts:
         )
 
     def close(self) -> None:
-        """Cancels what waits."""
         self._short.close()
         self._long.close()
 

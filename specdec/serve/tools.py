@@ -210,4 +210,4 @@ def _named(given: Any, names: list[str]) -> str:
 
 
 def _refusal(field: str, message: str, param: str | None = None) -> RequestError:
-    return RequestError(400, message, param=param or field)
+    return RequestError(message, param or field)

@@ -18,11 +18,9 @@ class Callers:
         self._served: Handle | None = None  # is being given its end
 
     def __len__(self) -> int:
-        """Unfinished requests."""
         return len(self._handles)
 
     def __contains__(self, request: Request) -> bool:
-        """Whether a request has not ended."""
         return request in self._handles
 
     @property
@@ -64,5 +62,4 @@ class Callers:
         return failed
 
     def clear(self) -> None:
-        """Forgets all."""
         self._handles, self._listening, self._served = {}, set(), None

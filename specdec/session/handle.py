@@ -49,7 +49,6 @@ class Stream:
         return bool(self._chunks) or not self._num_open
 
     def __iter__(self) -> Iterator[StreamChunk]:
-        """The stream itself."""
         return self
 
     def __next__(self) -> StreamChunk:
@@ -66,11 +65,9 @@ class Stream:
         return chunk
 
     def __aiter__(self) -> Stream:
-        """The stream itself."""
         return self
 
     async def __anext__(self) -> StreamChunk:
-        """The next chunk, without holding up the event loop."""
         self._session.start()
         chunk = None
         while chunk is None:
@@ -201,19 +198,15 @@ class Handle:
             self.cancel()
 
     def __iter__(self) -> Iterator[StreamChunk]:
-        """Chunks as they come; the last one holds the result."""
         yield from self.stream  # not the stream itself, which would let go of the handle
 
     def __aiter__(self) -> Handle:
-        """Iterates for asynchronous callers."""
         return self
 
     async def __anext__(self) -> StreamChunk:
-        """The next chunk, see `Stream`."""
         return await anext(self.stream)
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
-        """The whole output."""
         return self._last().__await__()
 
     async def _last(self) -> GenerationResult:

@@ -279,11 +279,9 @@ class Session:
             self._thread.join()
 
     def __enter__(self) -> Session:
-        """The session."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes it."""
         self.close()
 
     def cancel(self, request: Request) -> None:
@@ -453,5 +451,4 @@ class Session:
             self._fail(RuntimeError("the process was forked while another thread was decoding"))
 
     def at_exit(self) -> None:
-        """At the end of the program: no thread steps any more."""
         self._turns.end()

@@ -47,7 +47,6 @@ class PartedDecoder(IncrementalDecoder):
         self._closing: list[int] = []  # where the last tokens begin that may close the thinking
 
     def push(self, token_ids: Sequence[int]) -> int | None:
-        """See `IncrementalDecoder.push`."""
         for at, token in enumerate(token_ids):
             if self._place.phase is Phase.BEHIND:
                 kept = super().push(token_ids[at:])
@@ -60,7 +59,6 @@ class PartedDecoder(IncrementalDecoder):
         return None
 
     def take(self) -> str:
-        """See `IncrementalDecoder.take`."""
         return self._part(super().take())
 
     def finish(self) -> str:

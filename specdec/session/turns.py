@@ -145,7 +145,6 @@ class Turns:
 
     @property
     def ending(self) -> bool:
-        """Whether `end` was called."""
         return self._ending
 
     def _offer(self) -> None:

@@ -80,7 +80,6 @@ DeepSeek-V3.2.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `specdec doctor`."""
     parser.usage = "%(prog)s [options]"
     parser.add_argument(
         "--run",

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from specdec.grammar.schema.form import LENGTHS
 from specdec.grammar.schema.formats import FORMATS
 from specdec.grammar.schema.refs import Root, is_of
 from specdec.grammar.schema.text_rules import Text
 
 LONGEST_TEXT = 48
 """Characters of a text whose length is held to, since every one of them is a state."""
-
-LENGTHS = ("minLength", "maxLength")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from math import ceil, floor, isfinite
+from operator import ge, gt, le, lt
 from typing import Any
 
 from specdec.base.errors import shown
@@ -20,6 +21,11 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 
 LENGTHS = ("minLength", "maxLength")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+COMPARED = {
+    **{"minLength": ge, "maxLength": le, "minimum": ge, "maximum": le},
+    **{"exclusiveMinimum": gt, "exclusiveMaximum": lt},
+}
+"""How a length, or a number, has to compare with what these keywords ask."""
 
 NOT_KNOWN = (
     "not", "if", "dependentRequired", "dependentSchemas", "dependencies", "contains", "$dynamicRef",
@@ -31,25 +37,14 @@ OF_TYPE = {
     "string": (*LENGTHS, "pattern", "format"),
     "number": (*BOUNDS, "multipleOf"),
     "array": (
-        "items",
-        "prefixItems",
-        "additionalItems",
-        "minItems",
-        "maxItems",
-        "unevaluatedItems",
+        "items", "prefixItems", "additionalItems", "minItems", "maxItems", "unevaluatedItems",
         "uniqueItems",
     ),
     "object": (
-        "properties",
-        "required",
-        "additionalProperties",
-        "patternProperties",
-        "propertyNames",
-        "minProperties",
-        "maxProperties",
-        "unevaluatedProperties",
+        "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
+        "minProperties", "maxProperties", "unevaluatedProperties",
     ),
-}
+}  # fmt: skip
 """Keywords by the type of what they speak of; an integer is a number."""
 
 CHOICES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -113,11 +108,7 @@ _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("required", _are_names, "a list of names"),
     (" ".join(MANY[:-1]), _are_named, "an object of schemas"),
     (" ".join(SEVERAL), _are_schemas, "a list of at least one schema"),
-    (
-        "items",
-        lambda value: _is_schema(value) or _are_schemas(value),
-        "a schema, or a list of some",
-    ),
+    ("items", lambda one: _is_schema(one) or _are_schemas(one), "a schema, or a list of some"),
     (" ".join(SINGLE[1:]), _is_schema, "a schema"),
     ("minLength minItems minProperties", _is_reachable, "a whole number from 0 to 2**31 - 1"),
     ("maxLength maxItems maxProperties", _is_count, "a whole number of at least 0"),
@@ -284,19 +275,7 @@ def meets(value: Any, keyword: str, asked: Any) -> bool:
     own = next((family for family, words in OF_TYPE.items() if keyword in words), None)
     if own and (isinstance(value, bool) or not isinstance(value, TYPES[own])):
         return True
-    match keyword:
-        case "format":
-            return asked not in FORMATS
-        case "minLength":
-            return len(value) >= asked
-        case "maxLength":
-            return len(value) <= asked
-        case "minimum":
-            return value >= asked
-        case "maximum":
-            return value <= asked
-        case "exclusiveMinimum":
-            return value > asked
-        case "exclusiveMaximum":
-            return value < asked
-    return False
+    if keyword == "format":
+        return asked not in FORMATS
+    size = len(value) if keyword in LENGTHS else value
+    return keyword in COMPARED and bool(COMPARED[keyword](size, asked))

@@ -121,7 +121,6 @@ class Answer:
                 yield self._event([{"index": index, **begun, "finish_reason": None}])
 
     def opening_lines(self) -> bytes:
-        """The opening lines as they are sent."""
         return b"".join(map(line, self.openings()))
 
     def failure(self, error: RequestError) -> bytes:

@@ -32,7 +32,6 @@ class CallCompletion(ChatCompletion):
     def choice(
         self, result: GenerationResult, index: int, first: GenerationResult
     ) -> dict[str, Any]:
-        """An output as a whole."""
         choice = super().choice(result, index, first)
         message, calls, text = choice["message"], list[dict[str, Any]](), ""
         for piece in self._pieces(index, message["content"], end=True):
@@ -50,13 +49,11 @@ class CallCompletion(ChatCompletion):
         return choice
 
     def reason(self, result: GenerationResult, index: int) -> str:
-        """Why an output has ended."""
         called = self._num_calls[index] and not self._readers[index].within
         called = called and result.finish_reason == "stop"
         return "tool_calls" if called else result.finish_reason
 
     def lines(self, chunk: StreamChunk) -> bytes:
-        """`events` as they are sent."""
         return b"".join(map(line, self.events(chunk)))
 
     def changes(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:

@@ -32,18 +32,18 @@ def chat_text(
         messages = readable(asked.messages or [])
         continues = asks_to_continue(messages)
     except InvalidInputError as error:
-        raise RequestError(400, str(error), param="messages") from error
+        raise RequestError(str(error), "messages") from error
     variables = asked.variables
     check_variables(variables, reader.tokenizer)
     said = asked.model_fields_set
     if continues and not asked.continue_final_message and "continue_final_message" in said:
         message = "the last message asks to be continued, and continue_final_message is false"
-        raise RequestError(400, f"{message}; leave one out", param="continue_final_message")
+        raise RequestError(f"{message}; leave one out", "continue_final_message")
     continues = continues or asked.continue_final_message
     if continues and asked.add_generation_prompt and "add_generation_prompt" in said:
         message = "an answer that goes on with the last message has no new beginning"
         way_out = "set add_generation_prompt to false"
-        raise RequestError(400, f"{message}; {way_out}", param="add_generation_prompt")
+        raise RequestError(f"{message}; {way_out}", "add_generation_prompt")
     return partial(
         reader.chat_text,
         messages,
@@ -65,11 +65,9 @@ class ChatCompletion(Answer):
 
     @property
     def parted(self) -> bool:
-        """Whether thinking and answer are told apart."""
         return self.asked.separate_reasoning
 
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        """The answer in one piece."""
         whole = super().whole(results)
         more = {"prompt_token_ids": self.prompts[0]} if self.asked.return_token_ids else {}
         return whole | more
@@ -77,7 +75,6 @@ class ChatCompletion(Answer):
     def choice(
         self, result: GenerationResult, index: int, first: GenerationResult
     ) -> dict[str, Any]:
-        """An output as a whole."""
         content = result.text if result.content is None else result.content
         message = {"role": "assistant", "content": content, "refusal": None}
         if result.reasoning and self.asked.include_reasoning:
@@ -90,11 +87,9 @@ class ChatCompletion(Answer):
         }
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The role."""
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def delta(self, chunk: StreamChunk) -> dict[str, Any]:
-        """What came of an output."""
         of = chunk.token_ids, chunk.logprobs, chunk.top_logprobs
         some = self._logprobs(*of) if chunk.token_ids else None
         reasoning, content = chunk.parts or ("", chunk.text)

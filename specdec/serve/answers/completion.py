@@ -29,7 +29,6 @@ class Completion(Answer):
     def choice(
         self, result: GenerationResult, index: int, first: GenerationResult
     ) -> dict[str, Any]:
-        """An output as a whole."""
         tokens = list(result.token_ids)
         values: list[float | None] = [*(result.logprobs or [])]
         tops: list[Top | None] = [*(result.top_logprobs or [])]
@@ -47,11 +46,9 @@ class Completion(Answer):
         return choice
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The echo of the prompt."""
         return {"text": self._echo(index), "logprobs": None} if self._echoes is not None else None
 
     def delta(self, chunk: StreamChunk) -> dict[str, Any]:
-        """What came of an output."""
         wanted = self.asked.logprobs is not None and chunk.token_ids
         some = (
             self._logprobs(chunk.index, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)

@@ -28,7 +28,6 @@ class Json(JSONResponse):
     """
 
     def render(self, content: Any) -> bytes:
-        """The answer as JSON."""
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode(errors="replace")
 
@@ -68,7 +67,6 @@ class Defects:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         begun = False
 
         async def watched(message: Message) -> None:
@@ -92,7 +90,6 @@ class Whole(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The answer as JSON."""
         frame = Json({**content, "choices": None}).body
         choices = b",".join(bytes(Json(choice).body) for choice in content["choices"])
         return bytes(frame).replace(b'"choices":null', b'"choices":[%s]' % choices, 1)

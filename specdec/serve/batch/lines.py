@@ -19,7 +19,14 @@ from specdec.serve.answers.chat import ChatCompletion, chat_text
 from specdec.serve.answers.completion import Completion
 from specdec.serve.answers.token_bytes import TokenBytes
 from specdec.serve.config import ServeConfig
-from specdec.serve.errors import RequestError, engine_failed, malformed, refused
+from specdec.serve.errors import (
+    RequestError,
+    check_model,
+    check_outputs,
+    engine_failed,
+    malformed,
+    refused,
+)
 from specdec.serve.processes.setup import last_part
 from specdec.serve.protocol import Body, Chat, ChatRequest, CompletionRequest, Generation
 from specdec.serve.responses.answer import ResponseAnswer
@@ -75,7 +82,7 @@ def line_wishes(line: Mapping[str, Any]) -> dict[str, Any]:
     try:
         body = {"messages": [{}], **{name: line[name] for name in line if name in LINE_FIELDS}}
         asked = _read(ChatRequest, body)
-        _check_outputs(asked.n or 1)
+        check_outputs(asked.n or 1, MAX_OUTPUTS)
         made = wishes(asked)
         return {name: made[name] for name in made.keys() - {"logprobs", "top_logprobs"}}
     except RequestError as error:
@@ -106,12 +113,6 @@ def _chat_tokens(
 def _num_outputs(asked: Generation) -> int:
     prompts = len(asked.prompt) if isinstance(asked, CompletionRequest) else 1
     return prompts * (asked.n or 1)
-
-
-def _check_outputs(count: int) -> None:
-    if count > MAX_OUTPUTS:
-        message = f"the request asks for {count:,} outputs and the limit is {MAX_OUTPUTS}"
-        raise RequestError(400, f"{message}; ask for fewer at once")
 
 
 @dataclass(eq=False)
@@ -148,27 +149,25 @@ class BatchLine:
     @classmethod
     def wrong(cls, record: Mapping[str, Any], model: str, why: str) -> BatchLine:
         """A line that is no request."""
-        return cls(record, (model,), error=RequestError(400, why, code="invalid_line"))
+        return cls(record, (model,), error=RequestError(why, code="invalid_line"))
 
     def _request(self) -> Generation:
         method, url, body = (self.record.get(name) for name in ("method", "url", "body"))
         if not isinstance(self.custom_id, str):
-            raise RequestError(400, f"custom_id is {shown(self.custom_id)}; give a text")
+            raise RequestError(f"custom_id is {shown(self.custom_id)}; give a text")
         if method != "POST" or url not in ROUTES:
             known = " or ".join(ROUTES)
-            raise RequestError(400, f"a line asks {method} {url}; it must be POST {known}")
+            raise RequestError(f"a line asks {method} {url}; it must be POST {known}")
         if not isinstance(body, Mapping):
-            raise RequestError(400, "the body of a line is no JSON object")
+            raise RequestError("the body of a line is no JSON object")
         asked: Any = _read(ROUTES[url], body)
         if isinstance(asked, ResponsesRequest):
             self._response, asked = asked, asked.chat()
             asked.check_others()
         if asked.stream:
-            raise RequestError(400, "a batch has no streams; leave stream out", param="stream")
-        if asked.model is not None and asked.model not in self.names:
-            message = f"there is no model {asked.model[:200]!r} (known: {', '.join(self.names)})"
-            raise RequestError(404, message, param="model", code="model_not_found")
-        _check_outputs(_num_outputs(asked))
+            raise RequestError("a batch has no streams; leave stream out", "stream")
+        check_model(asked.model, self.names, self.names)
+        check_outputs(_num_outputs(asked), MAX_OUTPUTS)
         made: Generation = asked
         return made
 

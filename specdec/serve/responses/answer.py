@@ -50,7 +50,6 @@ class ResponseAnswer(ChatCompletion):
         return self._tools is None or not self._tools.form.channels
 
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        """The answer in one piece."""
         (result,) = results
         content = result.text if result.content is None else result.content
         for _ in self._came((result.reasoning or "", content), result):
@@ -58,16 +57,13 @@ class ResponseAnswer(ChatCompletion):
         return self._response(result)
 
     def openings(self) -> Iterator[dict[str, Any]]:
-        """Events before the first token."""
         for kind in ("created", "in_progress"):
             yield {"type": f"response.{kind}", "response": self._response(None)}
 
     def opening_lines(self) -> bytes:
-        """The same as they are sent."""
         return self._written(self.openings())
 
     def lines(self, chunk: StreamChunk) -> bytes:
-        """What came of the output, as it is sent."""
         result = chunk.result
         made = self._written(self._came(chunk.parts or ("", chunk.text), result))
         if result is None:
@@ -77,7 +73,6 @@ class ResponseAnswer(ChatCompletion):
         return made + self._written([event])
 
     def failure(self, error: RequestError) -> bytes:
-        """What ends a stream in which something failed."""
         about = error.body["error"]
         response = self._response(None) | {"status": "failed"}
         response["error"] = {"code": "server_error", "message": about["message"]}

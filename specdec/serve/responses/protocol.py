@@ -72,11 +72,8 @@ class ResponsesRequest(Body):
         given = {name: one for name, one in own.items() if one is not None}
         fields = {**{name: one for name, one in extra.items() if name not in _OWN}, **given}
         if twice := sorted(extra.keys() & given.keys()):
-            raise RequestError(
-                400,
-                f"{twice[0]} is a chat's word for what the request says already; leave it out",
-                param=twice[0],
-            )
+            what = f"{twice[0]} is a chat's word for what the request says already"
+            raise RequestError(f"{what}; leave it out", twice[0])
         for name in REFUSED.keys() - {"store"}:
             fields.pop(name, None)
         try:
@@ -89,11 +86,11 @@ class ResponsesRequest(Body):
         for name, (harmless, way_out) in REFUSED.items():
             value = (self.model_extra or {}).get(name)
             if value is not None and value not in harmless:
-                raise RequestError(400, f"{name} is not offered: {way_out}", param=name)
+                raise RequestError(f"{name} is not offered: {way_out}", name)
         for name in self.include or ():
             if name not in INCLUDED:
                 what = f"include asks for {shown(name)}, which is not offered"
-                raise RequestError(400, f"{what}; leave it out", param="include")
+                raise RequestError(f"{what}; leave it out", "include")
 
 
 def messages_of(given: str | list[Any], instructions: str | None) -> list[dict[str, Any]]:
@@ -118,7 +115,7 @@ def _add(made: list[dict[str, Any]], place: str, item: Any) -> None:
     if kind == "message":
         role, content = item.get("role"), item.get("content")
         if not isinstance(role, str):
-            raise RequestError(400, f"{place} has no role; give one, such as user", param=place)
+            raise RequestError(f"{place} has no role; give one, such as user", place)
         if role == "assistant":
             _assistant(made, "content", "tool_calls")["content"] = content
         else:
@@ -128,7 +125,7 @@ def _add(made: list[dict[str, Any]], place: str, item: Any) -> None:
         parts = item.get(name) or []
         if not isinstance(parts, list):
             what = f"{name} of {place} is {shown(parts)}"
-            raise RequestError(400, f"{what}; give a list of parts", param=place)
+            raise RequestError(f"{what}; give a list of parts", place)
         texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
         if said := "\n".join(text for text in texts if isinstance(text, str)):
             taken = ("reasoning_content", "content", "tool_calls")
@@ -145,7 +142,7 @@ def _add(made: list[dict[str, Any]], place: str, item: Any) -> None:
     else:
         what = f"{place} is {shown(kind if isinstance(item, Mapping) else item)}"
         known = "message, reasoning, function_call or function_call_output"
-        raise RequestError(400, f"{what}; give {known}", param=place)
+        raise RequestError(f"{what}; give {known}", place)
 
 
 def _assistant(made: list[dict[str, Any]], *taken: str) -> dict[str, Any]:
@@ -159,7 +156,7 @@ def _check_texts(place: str, item: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if not isinstance(item.get(name), str):
             what = f"{name} of {place} is {shown(item.get(name))}"
-            raise RequestError(400, f"{what}; give a text", param=place)
+            raise RequestError(f"{what}; give a text", place)
 
 
 def _nested(tool: Any) -> Any:

@@ -48,7 +48,6 @@ class Metrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics."""
         totals = self._front.count()
         for prefix in self._prefixes:
             yield from self._counters(prefix, totals)

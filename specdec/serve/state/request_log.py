@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdec.serve.bodies import header
 from specdec.serve.front import Outputs
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,10 @@ class RequestLog:
             logger.setLevel(logging.INFO)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        header = HEADER.encode()
-        own = next((value for name, value in scope["headers"] if name == header), b"")
+        own = header(scope, HEADER.encode())
         name = own if _NAME.fullmatch(own) else uuid4().hex.encode()
         begin, status = time.perf_counter(), 0
 
@@ -49,7 +48,7 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (header, name)]
+                message["headers"] = [*message.get("headers", ()), (HEADER.encode(), name)]
             await send(message)
 
         try:

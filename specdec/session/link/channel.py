@@ -96,7 +96,6 @@ class Facts:
 
     @classmethod
     def of(cls, decoder: SpecDecoder) -> Facts:
-        """Facts of a decoder's engine."""
         engine = decoder.engine
         return cls(
             decoder.reader,
@@ -200,7 +199,6 @@ class Channel:
         self._behind: list[list[Any]] = []  # what came with the first message
 
     def fileno(self) -> int:
-        """The socket's number."""
         return self._sock.fileno()
 
     @property

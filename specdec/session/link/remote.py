@@ -35,21 +35,16 @@ class Remote:
     Attributes:
         numbers: the engine's, as it was told last.
         rows: of one of its last steps.
-        on_totals: called with what other processes have done.
-        on_drafter: called with the name of what drafts from now on.
-        on_learned: called with what came of learning.
-        on_death: called when the engine has failed for good, with why, or None where its process
-            has said so.
+        told: by its kind, called with what a message tells: "totals" of other processes, by their
+            numbers, the name of the "drafter" from now on, what came of learning ("learned"), and
+            that the engine has failed for good ("dead"), with why where it could not say so.
     """
 
     def __init__(self, channel: Channel, facts: Facts) -> None:
         self.channel, self.facts = channel, facts
         self.reader, self.admission = facts.reader, facts.admission
         self.numbers, self.rows = Numbers(), Rows("", [])
-        self.on_totals: Callable[[int, dict[str, Any]], object] = lambda number, totals: None
-        self.on_drafter: Callable[[str], object] = lambda name: None
-        self.on_learned: Callable[[dict[str, Any]], object] = lambda learned: None
-        self.on_death: Callable[[str | None], object] = lambda line: None
+        self.told: dict[str, Callable[..., object]] = {}
         self._open: dict[int, Handle] = {}
         self._listening: set[int] = set()
         self._touched: dict[Handle, None] = {}
@@ -188,7 +183,8 @@ class Remote:
             self._end("the process of the engine has ended")
             return
         for kind, *about in messages:
-            getattr(self, f"_take_{kind}")(*about)
+            take = self.told.get(kind) or getattr(self, f"_take_{kind}")
+            take(*about)
         touched, self._touched = self._touched, {}
         for handle in touched:
             self._deliver(handle)
@@ -253,24 +249,12 @@ class Remote:
         else:
             waiting.set_result(None)
 
-    def _take_drafter(self, name: str) -> None:
-        self.on_drafter(name)
-
     def _take_rows(self, shape: str, spent: list[tuple[int, int]]) -> None:
         self.rows = Rows(shape, spent)
-
-    def _take_learned(self, learned: dict[str, Any]) -> None:
-        self.on_learned(learned)
-
-    def _take_totals(self, number: int, totals: dict[str, Any]) -> None:
-        self.on_totals(number, totals)
-
-    def _take_dead(self) -> None:
-        self.on_death(None)
 
     def _end(self, line: str) -> None:
         self.close()
         self._take_failed(line)
         for key in list(self._waiting):
             self._take_done(key, "RuntimeError", line)
-        self.on_death(line)
+        self.told["dead"](line)

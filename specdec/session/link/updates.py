@@ -41,7 +41,6 @@ class Updates:
         self._thread.start()
 
     def at_exit(self) -> None:
-        """At the end of the program: no thread reads weights any more."""
         if self._thread is not None:
             self._thread.join()
 
