@@ -238,8 +238,8 @@ def start_gguf(folder: Path) -> Check:
 
 
 KINDS = {
-    "targets": Kind(target, start_targets, 30),
-    "drafters": Kind(drafter, start_drafters, 25),
-    "safetensors": Kind(safetensors, start_safetensors, 20),
-    "gguf": Kind(gguf, start_gguf, 20),
+    "targets": Kind(target, start_targets, 15),
+    "drafters": Kind(drafter, start_drafters, 12),
+    "safetensors": Kind(safetensors, start_safetensors, 10),
+    "gguf": Kind(gguf, start_gguf, 10),
 }

@@ -171,7 +171,7 @@ def _of_schema(one: Any) -> Grammar:
 
 
 KINDS = {
-    "schemas": Kind(schema, _start(_of_schema), 60),
-    "regexes": Kind(pattern, _start(lambda one: Grammar.regex(meant(one))), 60),
-    "rules": Kind(rules, _start(lambda one: Grammar.ebnf(meant(one))), 60),
+    "schemas": Kind(schema, _start(_of_schema), 30),
+    "regexes": Kind(pattern, _start(lambda one: Grammar.regex(meant(one))), 30),
+    "rules": Kind(rules, _start(lambda one: Grammar.ebnf(meant(one))), 30),
 }

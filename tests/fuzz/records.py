@@ -165,8 +165,8 @@ def start_prompts(folder: Path) -> Check:
 
 
 KINDS = {
-    "journals": Kind(journal, start_journals, 12),
-    "reports": Kind(report, start_reports, 60),
-    "training": Kind(training, start_training, 60),
-    "prompts": Kind(prompts, start_prompts, 25),
+    "journals": Kind(journal, start_journals, 6),
+    "reports": Kind(report, start_reports, 30),
+    "training": Kind(training, start_training, 30),
+    "prompts": Kind(prompts, start_prompts, 12),
 }

@@ -162,6 +162,6 @@ def start_sampling(folder: Path) -> Check:
 
 KNOWN = set(SamplingParams.__dataclass_fields__)
 KINDS = {
-    "bodies": Kind(body, start_bodies, 60),
-    "sampling": Kind(sampling, start_sampling, 80),
+    "bodies": Kind(body, start_bodies, 30),
+    "sampling": Kind(sampling, start_sampling, 40),
 }

@@ -7,6 +7,7 @@ import random
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 import xgrammar
 
 from specdec.grammar.grammar import Grammar
@@ -51,8 +52,8 @@ def sample(grammar: Grammar, draw: random.Random, most: int = 400) -> str | None
     text = ""
     while len(text) < most:
         matcher.fill_next_token_bitmask(mask)
-        words = mask[0].tolist()
-        allowed = [token for token in range(END + 1) if words[token // 32] >> token % 32 & 1]
+        bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[: END + 1]).tolist()
         closing = [token for token in allowed if token == END or CHARACTERS[token] in '"]},']
         token = draw.choice(closing if closing and draw.random() < 0.3 else allowed)
         if token == END:

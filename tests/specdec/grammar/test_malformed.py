@@ -41,11 +41,8 @@ KEYWORDS = [
     *NOT_KNOWN,
 ]
 
-BESIDE: list[dict[str, Any]] = [
-    {},
-    *({"type": name} for name in ("string", "number", "array", "object")),
-]
-"""What else the schema says."""
+TYPE_OF = {keyword: name for name, some in OF_TYPE.items() for keyword in some}
+"""Of the values that a keyword speaks of."""
 
 VALID = jsonschema.Draft202012Validator(jsonschema.Draft202012Validator.META_SCHEMA)
 
@@ -220,22 +217,23 @@ def refusal(fields: dict[str, Any], compiler: GrammarCompiler | None = None) -> 
 
 @pytest.mark.parametrize("keyword", dict.fromkeys(KEYWORDS))
 def test_a_keyword_with_any_value(keyword: str) -> None:
-    """What the metaschema forbids is refused, at the top and within."""
-    for beside in BESIDE:
-        for value in VALUES:
-            schema = {**beside, keyword: value}
-            said = [
-                refusal({"guided_json": each})
-                for each in (
-                    schema,
-                    {"type": "array", "items": schema},
-                    {"$ref": "#/$defs/a", "$defs": {"a": schema}},
-                )
-            ]
-            if keyword == "items" and isinstance(value, list):
-                continue  # right in older drafts
-            if any(error.validator != "uniqueItems" for error in VALID.iter_errors(schema)):
-                assert all(said), f"{schema} is taken"
+    """What the metaschema forbids is refused, at the top and within; beside the type that the
+    keyword speaks of, beside another one or none.
+    """
+    for number, value in enumerate(VALUES):
+        allowed = keyword == "items" and isinstance(value, list)  # right in older drafts
+        errors = VALID.iter_errors({keyword: value})
+        forbidden = not allowed and any(error.validator != "uniqueItems" for error in errors)
+        named = [TYPE_OF.get(keyword, "object"), "string" if number % 2 else "array"]
+        for schema in ({keyword: value}, *({"type": one, keyword: value} for one in named)):
+            schema = {keyword: value} if keyword == "type" else schema
+            within = (
+                {"type": "array", "items": schema},
+                {"$ref": "#/$defs/a", "$defs": {"a": schema}},
+            )
+            for each in (schema, within[number % 2]):
+                said = refusal({"guided_json": each})
+                assert said or not forbidden, f"{each} is taken"
 
 
 @pytest.mark.parametrize("kind", ["guided_regex", "guided_grammar"])

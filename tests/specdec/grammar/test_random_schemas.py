@@ -49,7 +49,7 @@ def test_documents_are_valid_and_the_same_with_drafts() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_not_refused_is_held_to(seed: int) -> None:
     """However wild the schema is; a dead end would be an error of the draw."""
     draw, formats = random.Random(seed), jsonschema.FormatChecker(["date", "ipv4", "ipv6", "email"])

@@ -23,7 +23,7 @@ from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 from tests.helpers.waiting import in_time
 
-NUM_THREADS, NUM_PROMPTS = 8, 25
+NUM_THREADS, NUM_PROMPTS = 8, 12
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ TOKENIZERS = {
 each_tokenizer = pytest.mark.parametrize("kind", TOKENIZERS)
 # special tokens
 both_ways = pytest.mark.parametrize("skip", [True, False], ids=["hidden", "shown"])
-quick = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 
 
 def token_streams(kind: str, *, skip: bool) -> st.SearchStrategy[list[int]]:

@@ -95,20 +95,27 @@ def written(results: list[GenerationResult]) -> list[tuple[list[int], str]]:
 
 def one_by_one(decoder: SpecDecoder, **sampling: Any) -> list[Any]:
     """What each prompt is given alone, and the fate of every draft."""
-    made = [decoder.generate(prompt, **LONG, **sampling) for prompt in PROMPTS]
+    made = [decoder.generate(prompt, **LONG, **sampling) for prompt in PROMPTS[:3]]
     return [(result.token_ids, result.stats) for result in made]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("dflash", "greedy"),
+        ("coupling", "sampled"),  # it has no noise otherwise
+        ("eagle3", "sampled"),
+        ("draft-model", "greedy"),
+    ],
+)
 def test_drafts_are_those_of_the_new_weights_alone(kind: str, way: str) -> None:
     """Also behind prefixes that were cached before, and of features that were put off."""
     sampling = WAYS[way]
     decoder, new = decoder_of(kind), decoder_of(kind, 1)
     old, expected = one_by_one(decoder, **sampling), one_by_one(new, **sampling)
     assert [one[0] for one in old] == [one[0] for one in expected]
-    assert old != expected or (kind, way) == ("coupling", "greedy")  # which has no noise
-    decoder.generate(PROMPTS, **LONG, **sampling, num_draft_tokens=0)
+    assert old != expected
+    decoder.generate(PROMPTS[:3], **LONG, **sampling, num_draft_tokens=0)
     decoder.update_drafter(KINDS[kind](decoder.verifier, 1))
     assert one_by_one(decoder, **sampling) == expected
     assert decoder.engine.prefix_counts.found

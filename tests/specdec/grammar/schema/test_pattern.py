@@ -201,7 +201,7 @@ def texts(draw: random.Random) -> Iterator[str]:
         yield "".join(draw.choice(CHARACTERS) for _ in range(draw.randint(2, 4)))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_patterns_let_through_what_python_matches(seed: int) -> None:
     """All that it matches by its rules for ASCII, but for a few characters that ECMA-262 reads
     otherwise.

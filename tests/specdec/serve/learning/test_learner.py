@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,27 +156,31 @@ def test_weights_that_are_not_better_do_not_draft(
     assert "learned-0001 is not taken: held-out tau" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["kill -9", "the server's end"])
+def failed(live: Live, count: int) -> bool:
+    return rounds(live, "failed") == count
+
+
 def test_a_training_that_ends_early_harms_nothing(
-    world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+    world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Killed, or with nobody left to train for: requests are answered and kept as before, and the
     next training takes its turn.
     """
     with serving(world, tmp_path / "kept", "long") as live:
         expected, tau = fresh(live)
-        teach(live, world)
         learner: Any = live.learner
-        wait_until(lambda: learner._process is not None)
-        process = learner._process
-        wait_until(lambda: (tmp_path / "kept" / "learned-0001" / "log.txt").exists())
-        if how == "kill -9":
-            os.kill(process.pid, signal.SIGKILL)
-        else:
-            process.stdin.close()  # as the system does it when the server is killed
-        wait_until(lambda: rounds(live, "failed") == 1)
-        assert process.returncode == (-9 if how == "kill -9" else 1)
-        assert fresh(live) == (expected, tau)
+        for number, status in enumerate((-9, 1), start=1):
+            teach(live, world)
+            wait_until(lambda: learner._process is not None)
+            process = learner._process
+            if status == 1:
+                process.stdin.close()  # as the system does it when the server is killed
+            else:
+                wait_until(lambda: (tmp_path / "kept" / "learned-0001" / "log.txt").exists())
+                os.kill(process.pid, signal.SIGKILL)
+            wait_until(partial(failed, live, number))
+            assert process.returncode == status
+            assert fresh(live) == (expected, tau)
         teach(live, world)
         wait_until(lambda: learner._process is not None)
         ending = learner._process
