@@ -451,4 +451,5 @@ class Session:
             self._fail(RuntimeError("the process was forked while another thread was decoding"))
 
     def at_exit(self) -> None:
+        """At the end of the program: no thread steps any more."""
         self._turns.end()

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from specdec.cli.main import main
 from specdec.grammar.grammar import Grammar
 from specdec.sampling.params import SamplingParams
 from specdec.session.outputs import StreamChunk
+from tests.helpers.forked import Forked
+from tests.helpers.waiting import HANG
 from tests.specdec.cli.fake_decoder import FakeDecoder, chunk, one_line, python, use
 
 Capture = pytest.CaptureFixture[str]
@@ -259,25 +262,26 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.slow
-def test_a_full_disk_and_a_closed_output_are_no_defects(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_closed_output_are_no_defects(monkeypatch: Patch) -> None:
     """Catches the traceback of `specdec ... > /full/disk` and of `specdec ... >&-`."""
-    code = (
-        "import sys; sys.argv[1:] = ['generate', 'x']; import tests.specdec.cli.test_main as t,"
-        " specdec.session.decoder as d;"
-        "d.SpecDecoder.from_pretrained = lambda *a, **o: t.FakeDecoder(t.chunk(0, 'A', done=True));"
-        "from specdec.cli.main import main; sys.exit(main())"
-    )
-    with open("/dev/full", "w") as full:
-        done = python(code, stdout=full)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "specdec: error: cannot write standard output: no space left on device; make room and run"
-        " again"
-    ]
-    closed = f"import sys; sys.stdout = None; {code}"
-    done = python(closed)
-    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    use(monkeypatch, FakeDecoder(chunk(0, "A", done=True)))
+
+    def full() -> int:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        return main(["generate", "x"])
+
+    def closed() -> int:
+        sys.stdout = None  # type: ignore[assignment]
+        return main(["generate", "x"])
+
+    with closing(Forked(full)) as process:
+        assert process.stderr.read().splitlines() == [
+            "specdec: error: cannot write standard output: no space left on device; make room and"
+            " run again"
+        ]
+        assert process.wait(HANG) == 2
+    with closing(Forked(closed)) as process:
+        assert process.stderr.read().count("\n") == 1 and process.wait(HANG) == 0
 
 
 def test_what_was_chosen_is_shown() -> None:

@@ -19,8 +19,8 @@ from specdec.cli.main import main
 from specdec.serve.config import ServeConfig
 from specdec.serve.connections import PIECES, Connections
 from specdec.serve.processes import fronts
-from tests.helpers.forked import serving
 from tests.helpers.live_server import Live, live_server
+from tests.helpers.served import serving
 from tests.helpers.waiting import HANG, wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

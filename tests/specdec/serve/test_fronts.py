@@ -23,9 +23,10 @@ from specdec.serve.processes.setup import Setup
 from specdec.session.link.channel import MAX_BYTES, Channel, Facts, packed, unpacked
 from specdec.session.link.hub import Hub
 from specdec.session.link.link import Link
-from tests.helpers.forked import Forked, serving
+from tests.helpers.forked import Forked
 from tests.helpers.live_server import live_server, tiny_decoder
 from tests.helpers.processes import below
+from tests.helpers.served import serving
 from tests.helpers.waiting import HANG, wait_until
 
 LONG = {"prompt": "abc", "max_tokens": 480, "ignore_eos": True, "temperature": 0, "n": 64}

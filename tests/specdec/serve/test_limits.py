@@ -20,8 +20,8 @@ from specdec.base.errors import SpecDecError
 from specdec.cli.main import main
 from specdec.serve.config import ServeConfig
 from specdec.serve.server import listen, take_connections
-from tests.helpers.forked import command
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder
+from tests.helpers.served import command
 from tests.helpers.waiting import HANG, gated, wait_until
 
 LONG = {"prompt": "abc", "max_tokens": 480, "temperature": 0, "ignore_eos": True}

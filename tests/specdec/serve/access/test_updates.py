@@ -18,8 +18,8 @@ from specdec import CacheConfig, EngineConfig, SpecDecoder
 from specdec.base.errors import InvalidInputError
 from specdec.serve.config import ServeConfig
 from tests.evals.tiny import save_tiny
-from tests.helpers.forked import command
 from tests.helpers.live_server import Live, live_server
+from tests.helpers.served import command
 from tests.helpers.tiny_models import plain_model, tiny_tokenizer
 from tests.helpers.waiting import HANG, wait_until
 
