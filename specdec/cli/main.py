@@ -262,10 +262,8 @@ def _check_torchrun() -> None:
             and given.get("WORLD_SIZE")
             and not (text.isascii() and text.isdigit())
         ):
-            raise InvalidInputError(
-                f"{name} is {text!r}; torchrun sets it to a number, so start with torchrun, or"
-                f" unset it"
-            )
+            what = f"{name} is {text!r}; torchrun sets it to a number, so start with torchrun"
+            raise InvalidInputError(f"{what}, or unset it")
 
 
 def _join_torchrun(namespace: argparse.Namespace) -> None:

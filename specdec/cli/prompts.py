@@ -227,10 +227,8 @@ def _parse(record: dict[str, Any], source: str) -> Prompt:
     given = [name for name in JSON_FIELDS if name in record]
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
-        raise InvalidInputError(
-            f"{source} must have exactly one of the fields {', '.join(JSON_FIELDS)}, but has"
-            f" {found}"
-        )
+        what = f"{source} must have exactly one of the fields {', '.join(JSON_FIELDS)}"
+        raise InvalidInputError(f"{what}, but has {found}")
     content = record.pop(given[0])
     if given[0] == "messages":
         if not isinstance(content, list) or not content:

@@ -162,10 +162,8 @@ class Pool:
                     waiting.remove(answer.key)
                     yield answer
         if waiting:
-            raise SpecDecError(
-                f"Ray ended the run and {len(waiting)} of {len(rows)} prompts have no answer; run"
-                f" again"
-            )
+            what = f"Ray ended the run and {len(waiting)} of {len(rows)} prompts have no answer"
+            raise SpecDecError(f"{what}; run again")
 
 
 def _with_decoder(spec: EngineSpec, function: Callable[..., Found], *args: Any) -> Found:
@@ -189,10 +187,8 @@ def _ray_errors() -> Iterator[None]:
             if isinstance(cause, SpecDecError) and not isinstance(cause, RayError):
                 raise cause from error
             cause = getattr(cause, "cause", None) or cause.__cause__
-        raise SpecDecError(
-            f"Ray ended the run: {named_line(error)}; what is finished is kept, and the same"
-            f" command goes on"
-        ) from error
+        what = f"Ray ended the run: {named_line(error)}; what is finished is kept"
+        raise SpecDecError(f"{what}, and the same command goes on") from error
 
 
 def named_line(error: BaseException) -> str:

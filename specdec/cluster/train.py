@@ -54,7 +54,5 @@ def run_workers(
         own = next((one for one in failures if isinstance(one, SpecDecError)), None)
         if own is not None:
             raise own from error
-        raise SpecDecError(
-            f"Ray ended the training: {named_line(error)}; the same command goes on from the saved"
-            f" state"
-        ) from error
+        what = f"Ray ended the training: {named_line(error)}"
+        raise SpecDecError(f"{what}; the same command goes on from the saved state") from error

@@ -123,10 +123,8 @@ def _read(text: str) -> Calls:
             }
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InvalidInputError(
-            f"a grammar of kind calls is not of its form ({one_line(error)}); make it with"
-            f" Grammar.calls"
-        ) from error
+        what = f"a grammar of kind calls is not of its form ({one_line(error)})"
+        raise InvalidInputError(f"{what}; make it with Grammar.calls") from error
 
 
 class _CallRules:

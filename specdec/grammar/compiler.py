@@ -84,15 +84,11 @@ class GrammarCompiler:
                 token.
         """
         if find_spec("xgrammar") is None:
-            raise InvalidInputError(
-                f"a grammar needs xgrammar, which is not installed; run:"
-                f" {install_command('grammar')}"
-            )
+            what = "a grammar needs xgrammar, which is not installed"
+            raise InvalidInputError(f"{what}; run: {install_command('grammar')}")
         if not self._eos_token_ids:
-            raise InvalidInputError(
-                "a grammar needs an end-of-sequence token and the target has none; decode without a"
-                " grammar"
-            )
+            what = "a grammar needs an end-of-sequence token and the target has none"
+            raise InvalidInputError(f"{what}; decode without a grammar")
 
     def start(self, grammar: Grammar) -> GrammarProgress:
         """Where an output stands before its first token. Its grammar may be ready only later.

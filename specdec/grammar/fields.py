@@ -80,10 +80,8 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
         made.append(_made("json", answer, "format"))
     made += _formatted(fields.get("response_format"), "response_format")
     if len(made) > 1:
-        raise InvalidInputError(
-            "the request asks for several grammars; give one of response_format, structured_outputs"
-            " and guided_*"
-        )
+        what = "the request asks for several grammars; give one of response_format"
+        raise InvalidInputError(f"{what}, structured_outputs and guided_*")
     return made[0] if made else None
 
 

@@ -46,15 +46,11 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise InvalidInputError(
-                f"the grammar's kind is {shown(self.kind)}; choose one of"
-                f" {', '.join(get_args(Kind))}"
-            )
+            what = f"the grammar's kind is {shown(self.kind)}"
+            raise InvalidInputError(f"{what}; choose one of {', '.join(get_args(Kind))}")
         if not isinstance(self.text, str) or bool(self.text) == (self.kind == "json_object"):
-            raise InvalidInputError(
-                f"the text of a grammar of kind {self.kind} is {shown(self.text)}; it must"
-                f" be a string"
-            )
+            what = f"the text of a grammar of kind {self.kind} is {shown(self.text)}"
+            raise InvalidInputError(f"{what}; it must be a string")
         check_size(f"the grammar of kind {self.kind}", len(self.text), MAX_CHARACTERS)
         if self.kind == "calls":
             asked = Calls.of(self.text)
@@ -69,16 +65,12 @@ class Grammar:
                 or not choices
                 or not all(isinstance(one, str) and one for one in choices)
             ):
-                raise InvalidInputError(
-                    f"choices are {shown(choices)}; give a list of at least one string, none"
-                    f" of them empty"
-                )
+                what = f"choices are {shown(choices)}; give a list of at least one string"
+                raise InvalidInputError(f"{what}, none of them empty")
         plain = "".join(choices) if self.kind == "choice" else self.text
         if self.kind not in ("json_schema", "calls") and NO_TEXT.search(plain):
-            raise InvalidInputError(
-                f"the text of a grammar of kind {self.kind} holds NUL or half a character; leave"
-                f" that out"
-            )
+            what = f"the text of a grammar of kind {self.kind} holds NUL or half a character"
+            raise InvalidInputError(f"{what}; leave that out")
         if self.kind == "regex":
             check_size("the regular expression", len(self.text), MAX_PATTERN_CHARACTERS)
             Text((self.text,)).check()

@@ -183,10 +183,8 @@ def ask(link: socket.socket, vocabulary: Vocabulary, grammar: Grammar, seconds: 
     if not re.fullmatch(rb"-?\d+", status):
         raise Ended
     if int(status) == -signal.SIGPROF:
-        raise TooSlow(
-            f"{what} takes more than {MAX_SECONDS:g} seconds of a processor to compile; make it"
-            f" simpler"
-        )
+        line = f"{what} takes more than {MAX_SECONDS:g} seconds of a processor to compile"
+        raise TooSlow(f"{line}; make it simpler")
     if int(status):
         raise InvalidInputError(f"{what} ended the process that compiled it; make it simpler")
     head, _, made = answer.partition(b"\n")

@@ -131,10 +131,8 @@ class Queues:
         with self._changed:
             waiting = sum(not one.stopped for queue in self._queues.values() for _, _, one in queue)
             if waiting >= MAX_WAITING:
-                raise CapacityError(
-                    f"{waiting:,} grammars wait to be compiled and the limit is {MAX_WAITING:,};"
-                    f" try again later"
-                )
+                what = f"{waiting:,} grammars wait to be compiled and the limit is {MAX_WAITING:,}"
+                raise CapacityError(f"{what}; try again later")
             self._put(job, QUICK_SECONDS)
             limits = [limit for limit, count in QUEUES.items() for _ in range(count)]
             for limit in () if self._started else limits:

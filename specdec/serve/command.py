@@ -49,10 +49,8 @@ def run(args: argparse.Namespace) -> int:
             raise
         from specdec.base.packages import install_command
 
-        raise InvalidInputError(
-            f"specdec serve needs {error.name}, which is not installed; run:"
-            f" {install_command('serve')}"
-        ) from error
+        what = f"specdec serve needs {error.name}, which is not installed"
+        raise InvalidInputError(f"{what}; run: {install_command('serve')}") from error
     logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     from specdec.base.checkpoint.hub import unpinned
     from specdec.cli.progress import Phases

@@ -56,11 +56,9 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
 
 def _made_by_all(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
     if hasattr(choice, "bind") or getattr(choice, "__module__", None) == "__main__":
-        raise InvalidInputError(
-            f"drafter is a {type(choice).__name__} of this process, and every rank of the target's"
-            f" group makes its own; give a"
-            " name, a checkpoint or module:function"
-        )
+        what = f"drafter is a {type(choice).__name__} of this process"
+        what = f"{what}, and every rank of the target's group makes its own"
+        raise InvalidInputError(f"{what}; give a name, a checkpoint or module:function")
     if callable(choice):
         choice = f"{choice.__module__}:{choice.__qualname__}"
     return collective_rpc(verifier, _make_drafter, choice, verifier, keep=True)
@@ -110,22 +108,18 @@ def _maker(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
     elif isinstance(choice, str) and ":" in choice:
         loader = import_attribute(choice)
     elif isinstance(choice, str):
-        raise InvalidInputError(
-            f"unknown drafter {choice!r} (known: auto, {', '.join(DRAFTERS)}, none); a checkpoint"
-            f" is named by its folder or as"
-            " owner/name, a function as module:function"
-        )
+        what = f"unknown drafter {choice!r} (known: auto, {', '.join(DRAFTERS)}, none)"
+        way_out = "is named by its folder or as owner/name, a function as module:function"
+        raise InvalidInputError(f"{what}; a checkpoint {way_out}")
     elif hasattr(choice, "bind") and not isinstance(choice, type):
         ready = cast(Drafter, choice)
         return lambda verifier: ready
     elif callable(choice):
         loader = choice
     else:
-        raise InvalidInputError(
-            f"drafter is a {type(choice).__name__}; give a name, a path, a function (path, *,"
-            f" verifier) -> Drafter, a Drafter"
-            " or None"
-        )
+        what = f"drafter is a {type(choice).__name__}; give a name, a path"
+        way_out = "a function (path, *, verifier) -> Drafter, a Drafter or None"
+        raise InvalidInputError(f"{what}, {way_out}")
     return lambda verifier: _made(loader(path, verifier=verifier), choice)
 
 

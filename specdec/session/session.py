@@ -305,10 +305,8 @@ class Session:
     ) -> Handle:
         """Makes a request; under the lock."""
         if sampling.stop and self.tokenizer is None:
-            raise InvalidInputError(
-                "stop strings need a tokenizer and the session has none; give it one, or use"
-                " stop_token_ids"
-            )
+            what = "stop strings need a tokenizer and the session has none"
+            raise InvalidInputError(f"{what}; give it one, or use stop_token_ids")
         decoder, special = None, sampling.special_tokens
         if self.tokenizer is not None and (sampling.stop or (text and incremental)):
             # A least length of the checkpoint's own holds off its ends alone, as in Transformers.

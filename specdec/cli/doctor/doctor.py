@@ -109,58 +109,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "which attention backends would serve a model of this shape"
     ).add_argument
-    add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
-    add(
-        "--dtype",
-        default="auto",
-        metavar="NAME",
-        help="auto (default), float32, bfloat16 or float16",
-    )
-    add(
-        "--kv-dtype",
-        default="auto",
-        metavar="NAME",
-        help="auto (default), or fp8 for an 8-bit cache",
-    )
-    add(
-        "--prefill-dtype",
-        default="auto",
-        metavar="NAME",
-        help="auto (default), or model for prompts and queries in the model's own type",
-    )
-    add("--heads", type=whole_number, metavar="N", help="query heads (default 32, with --mla 128)")
-    add("--kv-heads", type=whole_number, metavar="N", help="key and value heads (default 8)")
-    add("--head-dim", type=whole_number, metavar="N", help="size of a head (default 128)")
-    add(
-        "--window",
-        type=whole_number,
-        metavar="N",
-        help="some layers have a sliding window of N tokens",
-    )
+    for option, other in (
+        ("--device", "cpu, cuda or cuda:N"),
+        ("--dtype", "float32, bfloat16 or float16"),
+        ("--kv-dtype", "or fp8 for an 8-bit cache"),
+        ("--prefill-dtype", "or model for prompts and queries in the model's own type"),
+    ):
+        add(option, default="auto", metavar="NAME", help=f"auto (default), {other}")
+    for option, what in (
+        ("--heads", "query heads (default 32, with --mla 128)"),
+        ("--kv-heads", "key and value heads (default 8)"),
+        ("--head-dim", "size of a head (default 128)"),
+        ("--window", "some layers have a sliding window of N tokens"),
+    ):
+        add(option, type=whole_number, metavar="N", help=what)
     add("--sinks", action="store_true", default=None, help="layers carry attention sinks")
     add = parser.add_argument_group(
         "the same for latent attention; any of these options asks about that"
     ).add_argument
     add("--mla", action="store_true", help="latent attention (DeepSeek, GLM)")
-    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        add(
-            _option(name),
-            type=whole_number,
-            metavar="N",
-            help=f"size in the model's config.json (default {_LATENT[name]})",
-        )
-    add(
-        "--indexer",
-        action="store_true",
-        help="an indexer selects what a row attends to (DeepSeek-V3.2, GLM-MoE-DSA)",
-    )
+    for name, default in list(_LATENT.items())[1:]:  # the heads are everybody's
+        what = f"size in the model's config.json (default {default})"
+        add(_option(name), type=whole_number, metavar="N", help=what)
+    what = "an indexer selects what a row attends to (DeepSeek-V3.2, GLM-MoE-DSA)"
+    add("--indexer", action="store_true", help=what)
     for name, default in _INDEXER.items():
-        add(
-            _option(name),
-            type=whole_number,
-            metavar="N",
-            help=f"the indexer's, as in the model's config.json (default {default})",
-        )
+        what = f"the indexer's, as in the model's config.json (default {default})"
+        add(_option(name), type=whole_number, metavar="N", help=what)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -179,10 +154,8 @@ def run(args: argparse.Namespace) -> int:
         _refuse_beside_a_model(args)
         return run_model(args)
     if args.drafter != "auto" or args.gpu_memory is not None:
-        raise InvalidInputError(
-            f"{'--gpu-memory' if args.drafter == 'auto' else '--drafter'} goes with --model; name"
-            f" the target"
-        )
+        what = f"{'--gpu-memory' if args.drafter == 'auto' else '--drafter'} goes with --model"
+        raise InvalidInputError(f"{what}; name the target")
     spec = spec_of(args)
     device = spec.device
     environment = environment_lines()  # before AITER is imported, which sets some itself
@@ -210,23 +183,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_beside_a_model(args: argparse.Namespace) -> None:
     """Options that describe a model say nothing beside one that has a config."""
-    described = (
-        "run",
-        "mla",
-        "indexer",
-        "kv_heads",
-        "head_dim",
-        "window",
-        "sinks",
-        *_LATENT,
-        *_INDEXER,
-    )
+    alone = ("run", "mla", "indexer", "kv_heads", "head_dim", "window", "sinks")
+    described = (*alone, *_LATENT, *_INDEXER)
     given = [name for name in described if getattr(args, name) not in (None, False)]
     if given:
-        raise InvalidInputError(
-            f"{_option(given[0])} does not go with --model, whose config says what it is; leave one"
-            f" of them out"
-        )
+        what = f"{_option(given[0])} does not go with --model, whose config says what it is"
+        raise InvalidInputError(f"{what}; leave one of them out")
 
 
 def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
@@ -252,10 +214,9 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
     indexed = bool(given.keys() & {"indexer", *_INDEXER})
     latent = indexed or bool(given.keys() & ({"mla", *_LATENT} - {"heads"}))
     if latent and (alien := sorted(given.keys() & {"kv_heads", "head_dim", "window", "sinks"})):
-        raise InvalidInputError(
-            f"{_option(alien[0])} is not of latent attention; leave it out, or leave out --mla,"
-            f" --indexer and their sizes"
-        )
+        what = f"{_option(alien[0])} is not of latent attention"
+        way_out = "leave it out, or leave out --mla, --indexer and their sizes"
+        raise InvalidInputError(f"{what}; {way_out}")
     size = {**_ORDINARY, **(_LATENT if latent else {}), **_INDEXER, **given}
     device = resolve_device(args.device)
     load = LoadConfig(kv_dtype=args.kv_dtype, prefill_dtype=args.prefill_dtype)

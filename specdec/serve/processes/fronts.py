@@ -50,10 +50,8 @@ def updates_of(decoder: SpecDecoder, config: ServeConfig) -> Callable[[str], Non
         except (OSError, ValueError):  # a character that no name has, or links without an end
             path = folder
         if path == folder or folder not in path.parents or not path.is_dir():
-            raise InvalidInputError(
-                f"there is no checkpoint {name[:200]!r} in the folder of --drafter-updates; name a"
-                f" folder in it"
-            )
+            what = f"there is no checkpoint {name[:200]!r} in the folder of --drafter-updates"
+            raise InvalidInputError(f"{what}; name a folder in it")
         try:
             decoder.update_drafter(path)
         except SpecDecError as error:

@@ -21,6 +21,8 @@ from specdec.serve.state.totals import Histogram, Totals
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
+_Family = CounterMetricFamily | GaugeMetricFamily
+
 DRAFTS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47)
 """Bounds of drafts of a request in a step."""
 
@@ -67,27 +69,18 @@ class Metrics(Collector):
             ("spec_decode_num_accepted_tokens", sum(totals.accepted), "Drafts accepted."),
             ("num_preemptions", numbers.preemptions, "Requests preempted."),
         ):
-            family = CounterMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels))
-            yield self._one(family, value)
-        name = f"{prefix}:spec_decode_num_accepted_tokens_per_pos"
-        text = "Drafts accepted by position."
-        yield self._by(
-            CounterMetricFamily(name, text, labels=[*self._labels, "position"]),
-            enumerate(totals.accepted),
-        )
-        name, text = (
-            f"{prefix}:spec_decode_num_draft_tokens_per_slot",
-            "Drafts verified by their place among those of a request, the likeliest first.",
-        )
-        yield self._by(
-            CounterMetricFamily(name, text, labels=[*self._labels, "slot"]),
-            enumerate(at_least(totals.verified)),
-        )
+            yield self._one(CounterMetricFamily, f"{prefix}:{name}", text, value)
+        of_position, of_slot = enumerate(totals.accepted), enumerate(at_least(totals.verified))
+        by_place = "Drafts verified by their place among those of a request, the likeliest first."
+        for name, values, label, text in (
+            ("accepted_tokens_per_pos", of_position, "position", "Drafts accepted by position."),
+            ("draft_tokens_per_slot", of_slot, "slot", by_place),
+        ):
+            name = f"{prefix}:spec_decode_num_{name}"
+            yield self._by(CounterMetricFamily, name, text, label, values)
         name, text = f"{prefix}:request_success", "Outputs ended, by reason."
-        yield self._by(
-            CounterMetricFamily(name, text, labels=[*self._labels, "finished_reason"]),
-            totals.finished.items(),
-        )
+        ended = totals.finished.items()
+        yield self._by(CounterMetricFamily, name, text, "finished_reason", ended)
 
     def _gauges(self, prefix: str) -> Iterator[Metric]:
         numbers = self._front.engine.numbers
@@ -97,24 +90,22 @@ class Metrics(Collector):
             ("num_requests_waiting", self._front.num_waiting, "Outputs that wait for a place."),
             ("kv_cache_usage_perc", usage, "Share of the cache's blocks in use, from 0 to 1."),
         ):
-            family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels))
-            yield self._one(family, value)
+            yield self._one(GaugeMetricFamily, f"{prefix}:{name}", text, value)
 
     def _weights(self, prefix: str) -> Iterator[Metric]:
         """What other weights of the drafter have changed, and what came of learning."""
+        name, taus = f"{prefix}:drafter_tau", list(self._front.taus.items())
         text = (
             "Tokens per verify step by the drafter's weights, those before their last change too."
         )
-        name, labels = f"{prefix}:drafter_tau", [*self._labels, "weights"]
-        yield self._by(GaugeMetricFamily(name, text, labels=labels), self._front.taus.items())
+        yield self._by(GaugeMetricFamily, name, text, "weights", taus)
         if (learned := self._front.learned) is None:
             return
+        name, taus = f"{prefix}:learning_tau", [(one, learned[one]) for one in ("before", "after")]
         text = "Tau on held-out requests of the last training, by weights before and after it."
-        taus = [(weights, learned[weights]) for weights in ("before", "after")]
-        yield self._by(GaugeMetricFamily(f"{prefix}:learning_tau", text, labels=labels), taus)
+        yield self._by(GaugeMetricFamily, name, text, "weights", taus)
         name, text = f"{prefix}:learning_rounds", "Trainings on served requests, by outcome."
-        family = CounterMetricFamily(name, text, labels=[*self._labels, "outcome"])
-        yield self._by(family, learned["rounds"].items())
+        yield self._by(CounterMetricFamily, name, text, "outcome", learned["rounds"].items())
 
     def _histograms(self, prefix: str, totals: Totals) -> Iterator[Metric]:
         for name, counted, text in (
@@ -145,39 +136,36 @@ class Metrics(Collector):
                 "Tokens of each output that has ended.",
             ),
         ):
-            family = HistogramMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels))
-            family.add_metric(
-                list(self._labels.values()), buckets=_buckets(counted), sum_value=counted.sum
-            )
-            yield family
+            yield self._histogram(f"{prefix}:{name}", text, _buckets(counted), counted.sum)
+        steps, text = totals.verified or [0], "Drafts verified of a request in a step."
+        buckets = [(str(bound), float(sum(steps[: bound + 1]))) for bound in DRAFTS]
+        buckets.append(("+Inf", float(sum(steps))))
+        name = f"{prefix}:spec_decode_request_draft_tokens"
+        yield self._histogram(name, text, buckets, totals.draft_tokens)
 
-        name, text = (
-            f"{prefix}:spec_decode_request_draft_tokens",
-            "Drafts verified of a request in a step.",
-        )
-        family = HistogramMetricFamily(name, text, labels=list(self._labels))
-        steps = totals.verified or [0]
-        family.add_metric(
-            list(self._labels.values()),
-            buckets=[
-                *((str(bound), float(sum(steps[: bound + 1]))) for bound in DRAFTS),
-                ("+Inf", float(sum(steps))),
-            ],
-            sum_value=totals.draft_tokens,
-        )
-        yield family
-
-    def _one(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
+    def _one(self, kind: type[_Family], name: str, text: str, value: float) -> Metric:
+        family = kind(name, text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
     def _by(
         self,
-        family: CounterMetricFamily | GaugeMetricFamily,
+        kind: type[_Family],
+        name: str,
+        text: str,
+        label: str,
         values: Iterable[tuple[object, float]],
     ) -> Metric:
-        for label, value in values:
-            family.add_metric([*self._labels.values(), str(label)], value)
+        family = kind(name, text, labels=[*self._labels, label])
+        for one, value in values:
+            family.add_metric([*self._labels.values(), str(one)], value)
+        return family
+
+    def _histogram(
+        self, name: str, text: str, buckets: list[tuple[str, float]], total: float
+    ) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=total)
         return family
 
 
