@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
 from drafters.dflash.config.checkpoint import write_checkpoint
-from specdec import EngineConfig, SamplingParams, SpecDecError, SpecDecoder
+from specdec import EngineConfig, SpecDecError, SpecDecoder
 from specdec.base.errors import LONGEST, CheckpointError, InvalidInputError
 from specdec.base.packages import ROOT
 from specdec.base.registry import VERBS
@@ -57,22 +56,8 @@ def fails(capsys: Capture, *arguments: str | Path, status: int = 2) -> str:
 
 def test_the_folders_work(folders: Path, capsys: Capture) -> None:
     """What the other tests damage is sound."""
-    assert (
-        main(
-            [
-                "generate",
-                "abc",
-                "--raw",
-                "--model",
-                str(folders / "target"),
-                "--drafter",
-                str(folders / "drafter"),
-                "--max-tokens",
-                "5",
-            ]
-        )
-        == 0
-    )
+    given = ["generate", "abc", "--raw", "--max-tokens", "5", "--drafter"]
+    assert main([*given, str(folders / "drafter"), "--model", str(folders / "target")]) == 0
     assert "tokens per verify step" in capsys.readouterr().err
 
 
@@ -84,13 +69,19 @@ def truncate(name: str) -> Damage:
     return damage
 
 
-def drop(tensor: str) -> Damage:
+def reweighted(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """With other weights than there were."""
+
     def damage(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
-        del tensors[tensor]
+        change(tensors)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     return damage
+
+
+def drop(tensor: str) -> Damage:
+    return reweighted(lambda tensors: tensors.pop(tensor))
 
 
 def set_key(**values: object) -> Damage:
@@ -113,12 +104,7 @@ def write(name: str, content: str) -> Damage:
 
 
 def fill(tensor: str, value: float) -> Damage:
-    def damage(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        tensors[tensor].fill_(value)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
+    return reweighted(lambda tensors: tensors[tensor].fill_(value))
 
 
 def index(file: str) -> Damage:
@@ -130,6 +116,8 @@ def index(file: str) -> Damage:
 
     return damage
 
+
+READ, CONFIG = (f"cannot read the {what} of target" for what in ("weights", "config"))
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -149,10 +137,7 @@ ROPE = {
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (
-            truncate("model.safetensors"),
-            ("cannot read the weights of target", "is damaged", "fetch the whole checkpoint again"),
-        ),
+        (truncate("model.safetensors"), (READ, "is damaged", "fetch the whole checkpoint again")),
         (truncate("config.json"), ("config.json of target", "is not valid JSON")),
         (
             drop("model.layers.2.mlp.up_proj.weight"),
@@ -162,30 +147,21 @@ ROPE = {
             set_key(num_hidden_layers=5),
             ("lacks 9 tensors", "model.layers.4.input_layernorm.weight"),
         ),
-        (
-            set_key(intermediate_size=50),
-            ("cannot read the weights of target", "[48, 32] and the config asks for [50, 32]"),
-        ),
+        (set_key(intermediate_size=50), (READ, "[48, 32] and the config asks for [50, 32]")),
         (set_key(model_type="t5"), ("encoder-decoder",)),
-        (
-            set_key(rope_parameters=LONGROPE),
-            ("cannot read the weights of target", "torch.Size([8])"),
-        ),
+        (set_key(rope_parameters=LONGROPE), (READ, "torch.Size([8])")),
         (
             set_key(rope_parameters=LONGROPE | {"original_max_position_embeddings": 0}),
-            ("cannot read the config of target", "original_max_position_embeddings is 0"),
+            (CONFIG, "original_max_position_embeddings is 0"),
         ),
         (remove("config.json"), ("target", "has no config.json")),
-        (
-            remove("model.safetensors"),
-            ("cannot read the weights of target", "there are no weights"),
-        ),
+        (remove("model.safetensors"), (READ, "there are no weights")),
         (write("config.json", "null"), ("config.json of target", "holds no JSON object")),
         (
             write("tokenizer_config.json", "[]"),
             ("cannot read the tokenizer of target", "write it again"),
         ),
-        (set_key(vocab_size="97"), ("cannot read the config of target", "vocab_size")),
+        (set_key(vocab_size="97"), (CONFIG, "vocab_size")),
         (set_key(num_key_value_heads=0), ("num_key_value_heads is 0", "at least 1")),
         (set_key(num_hidden_layers=0), ("num_hidden_layers is 0", "at least 1")),
         (
@@ -346,17 +322,9 @@ def test_extremes_that_work(folders: Path, capsys: Capture, arguments: Sequence[
     """Values at the ends of their ranges decode as any other: no overflow, no NaN, nothing left
     out.
     """
-    given = [
-        "--drafter",
-        str(folders / "drafter"),
-        "--raw",
-        "--model",
-        str(folders / "target"),
-        "--max-tokens",
-        "6",
-        "--json",
-    ]
-    assert main(["generate", *given, *arguments]) == 0
+    models = ["--drafter", str(folders / "drafter"), "--model", str(folders / "target")]
+    given = ["--raw", "--max-tokens", "6", "--json"]
+    assert main(["generate", *models, *given, *arguments]) == 0
     results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(
         result["finish_reason"] in ("stop", "length") and len(result["token_ids"]) > 0
@@ -373,22 +341,8 @@ def test_a_line_that_no_tokenizer_takes_leaves_the_others_alone(
     """
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "abc"}\r\n{"prompt": "a\\ud800b"}\r\n')
-    assert (
-        main(
-            [
-                "generate",
-                "--file",
-                str(file),
-                "--raw",
-                "--model",
-                str(folders / "target"),
-                "--max-tokens",
-                "6",
-                "--json",
-            ]
-        )
-        == 1
-    )
+    models = ["--file", str(file), "--model", str(folders / "target")]
+    assert main(["generate", *models, "--raw", "--max-tokens", "6", "--json"]) == 1
     good, bad = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert good["prompt"] == "abc" and good["token_ids"] and good["error"] is None
     assert bad["token_ids"] == [] and "half of a surrogate pair" in bad["error"]
@@ -497,63 +451,6 @@ def test_one_bad_prompt_of_many_leaves_the_others_alone(folders: Path, capsys: C
     assert "prompt has 600 tokens and the limit is 512" in results[1]["error"]
 
 
-def test_errors_of_the_api_have_one_base_class() -> None:
-    """Everything above can be caught as `SpecDecError`; mistakes in the form of the input are told
-    apart.
-    """
-    verifier = paged_verifier(plain_model("llama"))
-    decoder = SpecDecoder(
-        verifier,
-        tiny_tokenizer(),
-        None,
-        EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=64),
-    )
-    for inputs, said in (
-        ([], "there is no prompt"),
-        ("", "prompt is empty"),
-        ([[]], "prompt is empty"),
-        ([1.5], "input 0 is a float"),
-        ([{"role": "user", "content": "hi"}], "no chat template"),
-        ([5] * 64, "limit is 64"),
-    ):
-        single = inputs != [[]]
-        if single:
-            with pytest.raises(SpecDecError, match=said):
-                decoder.generate(inputs)  # type: ignore[arg-type]
-        else:
-            results: Any = decoder.generate(inputs)  # type: ignore[arg-type]
-            assert said in results[0].error
-    with pytest.raises(
-        SpecDecError, match=r"unknown sampling value 'temprature' \(known: max_tokens"
-    ):
-        decoder.generate("abc", temprature=1)
-    assert not decoder.engine.has_work
-
-
-def test_interrupted_stream_leaves_the_decoder_usable() -> None:
-    """Closing a stream early, as Ctrl-C does, cancels what is unfinished; the next call starts from
-    an empty cache.
-    """
-    verifier = paged_verifier(plain_model("llama"))
-    decoder = SpecDecoder(
-        verifier,
-        tiny_tokenizer(),
-        None,
-        EngineConfig(num_draft_tokens=None, max_num_seqs=2, pipeline_depth=1),
-    )
-    sampling = SamplingParams(max_tokens=12)
-    expected = decoder.generate(["abc", "def", "ghi"], sampling)
-    stream = decoder.stream(["abc", "def", "ghi"], sampling)
-    for _ in range(3):
-        next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    assert not decoder.engine.scheduler.working
-    assert not decoder.engine.scheduler.waiting
-    again = decoder.generate(["abc", "def", "ghi"], replace(sampling))
-    assert [result.token_ids for result in again] == [result.token_ids for result in expected]
-    assert decoder.engine.pool.num_used == 0
-
-
 def test_half_the_vocabulary_nan_is_reported(
     folders: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -561,9 +458,7 @@ def test_half_the_vocabulary_nan_is_reported(
     status.
     """
     shutil.copytree(folders / "target", tmp_path / "target")
-    tensors = load_file(tmp_path / "target" / "model.safetensors")
-    tensors["lm_head.weight"][5] = torch.nan
-    save_file(tensors, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
+    reweighted(lambda tensors: tensors["lm_head.weight"][5].fill_(torch.nan))(tmp_path / "target")
     assert main(["generate", "abc", "--raw", "--model", str(tmp_path / "target")]) != 0
     assert "NaN" in capsys.readouterr().err
 

@@ -48,15 +48,9 @@ ENTRIES += [
     "license",
 ]
 OTHERS = [
-    "qwen3",
-    "gemma3",
-    "gpt_oss",
-    "qwen3_moe",
-    "mimo_v2_flash",
-    "llama4",
-    "phi3_long",
+    "qwen3", "gemma3", "gpt_oss", "qwen3_moe", "mimo_v2_flash", "llama4", "phi3_long",
     "deepseek_v32",
-]
+]  # fmt: skip
 BESIDE: dict[str, Any] = {
     "generation_config.json": {"eos_token_id": 2, "temperature": 0.7, "min_new_tokens": 1},
     "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"},

@@ -12,18 +12,8 @@ from tests.fuzz.notation import written
 _NUMBERS = [0, -1, 1, 2, 3, 97, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400, 0.5, -0.0, 1e-320]
 _NUMBERS += [1e30, 1e308, float("nan"), float("inf"), -float("inf")]
 _TEXTS: list[Any] = [
-    "",
-    "x",
-    "1",
-    "2048",
-    "true",
-    "\ud800",
-    "\0",
-    "é\u202e",
-    "a\nb",
-    "../../x",
-    "{{",
-]
+    "", "x", "1", "2048", "true", "\ud800", "\0", "é\u202e", "a\nb", "../../x", "{{",
+]  # fmt: skip
 _LONG: list[Any] = [{"$times": ["x", 10_000]}, {"$times": [[0], 3_000]}, {"$each": ["%d", 3_000]}]
 _DEEP = [
     ["[", 1, "]", 200],

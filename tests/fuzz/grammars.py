@@ -17,37 +17,17 @@ from tests.helpers.waiting import HANG
 from tests.helpers.wild_schemas import wild_schema
 
 WORDS = [
-    "type",
-    "enum",
-    "const",
-    "properties",
-    "required",
-    "items",
-    "prefixItems",
-    "anyOf",
-    "oneOf",
+    "type", "enum", "const", "properties", "required", "items", "prefixItems", "anyOf", "oneOf",
     "allOf",
-]
+]  # fmt: skip
 WORDS += [
-    "$ref",
-    "$defs",
-    "minimum",
-    "maximum",
-    "minLength",
-    "maxLength",
-    "pattern",
-    "format",
+    "$ref", "$defs", "minimum", "maximum", "minLength", "maxLength", "pattern", "format",
     "multipleOf",
-]
+]  # fmt: skip
 WORDS += [
-    "minItems",
-    "maxItems",
-    "minProperties",
-    "patternProperties",
-    "additionalProperties",
-    "not",
+    "minItems", "maxItems", "minProperties", "patternProperties", "additionalProperties", "not",
     "if",
-]
+]  # fmt: skip
 LARGE: list[Any] = [
     {"oneOf": {"$times": [[{"const": "a"}], 2_000]}},
     {"enum": {"$each": ["v%d", 20_000]}},
@@ -60,49 +40,17 @@ LARGE: list[Any] = [
     {"$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}}, "$ref": "#/$defs/A"},
 ]
 ATOMS = [
-    "a",
-    "b",
-    "é",
-    ".",
-    r"\d",
-    "[a-z]",
-    "[^a]",
-    "[]",
-    "x y",
-    r"\n",
-    r"\u0041",
-    "(?:a)",
+    "a", "b", "é", ".", r"\d", "[a-z]", "[^a]", "[]", "x y", r"\n", r"\u0041", "(?:a)",
     "[a-z0-9_.-]",
-]
+]  # fmt: skip
 ODD = [
-    "(",
-    ")",
-    "]",
-    "}",
-    "\\",
-    "\0",
-    "\ud800",
-    "(?=a)",
-    r"\1",
-    r"\p{L}",
-    "[^\\s\\S]",
-    "^",
-    "$",
+    "(", ")", "]", "}", "\\", "\0", "\ud800", "(?=a)", r"\1", r"\p{L}", "[^\\s\\S]", "^", "$",
     "a{5,2}",
-]
+]  # fmt: skip
 COUNTS = [
-    "*",
-    "+",
-    "?",
-    "{3}",
-    "{2,}",
-    "{0,40}",
-    "{1,5000}",
-    "{65536}",
-    "{1000000}",
-    "{99999999999999999999}",
-    "*?",
-]
+    "*", "+", "?", "{3}", "{2,}", "{0,40}", "{1,5000}", "{65536}", "{1000000}",
+    "{99999999999999999999}", "*?",
+]  # fmt: skip
 TERMS = ["root", "a", "b", '"x"', '"\\n"', "[a-z]", "[^a]", '""', "."]
 ODD_TERMS = ["(", ")", "::=", "|", "#", "[", '"', "\\U00110000", "missing", "{", "\0", '"\ud800"']
 

@@ -83,19 +83,11 @@ def start_journals(folder: Path) -> Check:
     model.mkdir()
     save_tiny(model)
     asked.write_text("".join(f"prompt {number}\n" for number in range(NUM_PROMPTS)))
-    command: list[str | Path] = [
-        "generate",
-        "--model",
-        model,
-        "--file",
-        asked,
-        "--raw",
-        "--out",
-        out,
-        "--max-tokens",
-        "3",
-    ]
-    command += ["--max-num-seqs", "2", "--kv-memory", "1M", "--json"]
+    words = (
+        f"generate --model {model} --file {asked} --raw --out {out} --max-tokens 3"
+        " --max-num-seqs 2 --kv-memory 1M --json"
+    )
+    command = words.split()
     told(*command)
     lines = out.read_text().splitlines()
 

@@ -49,22 +49,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5, 6, 7]},
 }
 WORDS = [
-    "tools",
-    "response_format",
-    "structured_outputs",
-    "guided_choice",
-    "guided_json",
-    "min_tokens",
-]
+    "tools", "response_format", "structured_outputs", "guided_choice", "guided_json", "min_tokens",
+]  # fmt: skip
 WORDS += [
-    "ignore_eos",
-    "chat_template_kwargs",
-    "model",
-    "best_of",
-    "suffix",
-    "return_token_ids",
-    "echo",
-]
+    "ignore_eos", "chat_template_kwargs", "model", "best_of", "suffix", "return_token_ids", "echo",
+]  # fmt: skip
 LARGE: dict[str, Any] = {
     "n": 10**6,
     "prompt": {"$times": ["a b ", 500_000]},

@@ -271,7 +271,7 @@ def test_a_full_disk_and_a_closed_output_are_no_defects(monkeypatch: Patch) -> N
         return main(["generate", "x"])
 
     def closed() -> int:
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return main(["generate", "x"])
 
     with closing(Forked(full)) as process:

@@ -41,17 +41,9 @@ def test_the_command_prints_what_the_api_returns(
     )
     use(monkeypatch, tiny_decoder)
     line = [
-        "generate",
-        "one",
-        "two two two",
-        "--max-tokens",
-        "30",
-        "--ignore-eos",
-        "--seed",
-        "5",
-        "--json",
-        "--logprobs",
-    ]
+        "generate", "one", "two two two", "--max-tokens", "30", "--ignore-eos", "--seed", "5",
+        "--json", "--logprobs",
+    ]  # fmt: skip
     assert main(line) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert isinstance(expected, list)
@@ -72,18 +64,9 @@ def test_compare_reports_both_sides(
 ) -> None:
     use(monkeypatch, tiny_decoder)
     line = [
-        "generate",
-        "abcabc",
-        "xyz",
-        "--model",
-        "m",
-        "--max-tokens",
-        "12",
-        "--ignore-eos",
-        "--compare",
-        "--repeats",
-        "2",
-    ]
+        "generate", "abcabc", "xyz", "--model", "m", "--max-tokens", "12", "--ignore-eos",
+        "--compare", "--repeats", "2",
+    ]  # fmt: skip
     assert main([*line, "--stream"]) == 0
     text = capsys.readouterr().out
     plain, speculative = text.split("speculative\n", 1)

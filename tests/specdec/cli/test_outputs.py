@@ -25,74 +25,40 @@ from tests.helpers.waiting import HANG
 
 Capture = pytest.CaptureFixture[str]
 
-TINY = [
-    "--limit",
-    "1",
-    "--max-tokens",
-    "4",
-    "--repeats",
-    "1",
-    "--warmup",
-    "0",
-    "--drafter",
-    "ngram",
-    "-k",
-    "2",
-    "--raw",
-]
-FILES: dict[str, Callable[[str, Path], list[str]]] = {
-    "generate --out": lambda out, _: [
-        "generate",
-        "abc",
-        "--max-tokens",
-        "4",
-        "--drafter",
-        "ngram",
-        "--out",
-        out,
-    ],
-    "bench --out": lambda out, _: ["bench", *TINY, "--out", out],
-    "bench --html": lambda out, _: ["bench", *TINY, "--html", out],
+TINY = "--limit 1 --max-tokens 4 --repeats 1 --warmup 0 --drafter ngram -k 2 --raw"
+
+
+def words(text: str, *more: str) -> list[str]:
+    return [*text.split(), *more]
+
+
+Made = Callable[[str, Path], list[str]]
+FILES: dict[str, Made] = {
+    "generate --out": lambda out, _: words(
+        "generate abc --max-tokens 4 --drafter ngram --out", out
+    ),
+    "bench --out": lambda out, _: words(f"bench {TINY} --out", out),
+    "bench --html": lambda out, _: words(f"bench {TINY} --html", out),
     "bench show --html": lambda out, folder: [
-        "bench",
-        "show",
-        str(small_report(folder)),
-        "--html",
-        out,
+        *("bench", "show", str(small_report(folder)), "--html", out)
     ],
-    "profile --trace": lambda out, _: [
-        "profile",
-        "--context",
-        "8",
-        "--steps",
-        "2",
-        "--drafter",
-        "ngram",
-        "--trace",
-        out,
-    ],
+    "profile --trace": lambda out, _: words(
+        "profile --context 8 --steps 2 --drafter ngram --trace", out
+    ),
 }
-ONLY_REFUSED: dict[str, Callable[[str, Path], list[str]]] = {
-    "eval --html": lambda out, _: ["eval", "--tasks", "bundled", "--html", out],
-    "bench --dummy-weights --out": lambda out, _: [
-        "bench",
-        "--dummy-weights",
-        "qwen3-8b",
-        "--out",
-        out,
-    ],
+ONLY_REFUSED: dict[str, Made] = {
+    "eval --html": lambda out, _: words("eval --tasks bundled --html", out),
+    "bench --dummy-weights --out": lambda out, _: words(
+        "bench --dummy-weights qwen3-8b --out", out
+    ),
 }
 """What takes long to reach its end."""
 
-FOLDERS: dict[str, Callable[[str, Path], list[str]]] = {
-    "eval --out": lambda out, _: ["eval", "--tasks", "bundled", "--out", out],
-    "train --out": lambda out, _: ["train", "--prompts", "x.txt", "--out", out],
+FOLDERS: dict[str, Made] = {
+    "eval --out": lambda out, _: words("eval --tasks bundled --out", out),
+    "train --out": lambda out, _: words("train --prompts x.txt --out", out),
     "convert": lambda out, folder: [
-        "convert",
-        str(write_tiny_dflash(folder / "drafter")),
-        out,
-        "--to",
-        "z-lab",
+        *("convert", str(write_tiny_dflash(folder / "drafter")), out, "--to", "z-lab")
     ],
 }
 

@@ -16,15 +16,8 @@ Capture = pytest.CaptureFixture[str]
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model = save_tiny(tmp_path_factory.mktemp("model"))
     sizes = [
-        "--max-num-seqs",
-        "2",
-        "--max-model-len",
-        "48",
-        "--max-prefill-tokens",
-        "16",
-        "-k",
-        "2",
-    ]
+        "--max-num-seqs", "2", "--max-model-len", "48", "--max-prefill-tokens", "16", "-k", "2",
+    ]  # fmt: skip
     return [
         "warmup",
         "--model",

@@ -117,54 +117,13 @@ def killed_driver(address: str, alone: SpecDecoder, folder: Path) -> None:
     plan(folder, most=6)
     prompts, kept = folder / "prompts.txt", folder / "kept.jsonl"
     prompts.write_text("\n".join(PROMPTS))
-    command = [
-        sys.executable,
-        "-m",
-        "specdec",
-        "generate",
-        "--file",
-        str(prompts),
-        "--raw",
-        "--json",
-        "--out",
-        str(kept),
-    ]
-    command += [
-        "--model",
-        str(folder),
-        "--drafter",
-        HOME,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--max-num-seqs",
-        "1",
-    ]
-    command += [
-        "--max-model-len",
-        "128",
-        "-k",
-        "4",
-        "--kv-memory",
-        "4M",
-        "--max-tokens",
-        "24",
-        "--ignore-eos",
-    ]
-    command += [
-        "--temperature",
-        "0.7",
-        "--seed",
-        "3",
-        "--engines",
-        "2",
-        "--cpus-per-engine",
-        "0.5",
-        "--ray",
-        address,
-    ]
-
+    line = (
+        f"generate --file {prompts} --raw --json --out {kept} --model {folder} --drafter {HOME}"
+        " --device cpu --dtype float32 --max-num-seqs 1 --max-model-len 128 -k 4 --kv-memory 4M"
+        " --max-tokens 24 --ignore-eos --temperature 0.7 --seed 3 --engines 2"
+        f" --cpus-per-engine 0.5 --ray {address}"
+    )
+    command = [sys.executable, "-m", "specdec", *line.split()]
     first = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

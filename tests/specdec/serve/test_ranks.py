@@ -231,31 +231,11 @@ def test_sigterm_to_both_ranks_lets_the_unfinished_finish(folder: Path, one: Liv
     """
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    options = [
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--drafter",
-        LOAD["drafter"],
-        "-k",
-        "3",
-        "--max-num-seqs",
-        "4",
-        "--port",
-        "0",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "specdec",
-        "serve",
-        "--model",
-        str(folder),
-        *options,
-        "--tensor-parallel",
-        "2",
-    ]
+    line = (
+        f"serve --model {folder} --device cpu --dtype float32 --drafter {LOAD['drafter']} -k 3"
+        " --max-num-seqs 4 --port 0 --tensor-parallel 2"
+    )
+    command = [sys.executable, "-m", "specdec", *line.split()]
     same = os.environ | {
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": "2",

@@ -79,6 +79,10 @@ def test_many_prompts_of_token_ids(decoder: SpecDecoder, prompts: Any) -> None:
         ([True, False], "a token id is True; it must be an integer"),
         (np.array([], dtype=int), "there is no prompt"),
         ([10**30], "the prompt holds token id 1000"),
+        ([], "there is no prompt"),
+        ("", "prompt is empty"),
+        ([{"role": "user", "content": "hi"}], "no chat template"),
+        ([5] * 512, "limit is 512"),
     ],
 )
 def test_what_is_no_prompt(decoder: SpecDecoder, inputs: Any, said: str) -> None:
@@ -92,10 +96,11 @@ def test_what_is_no_prompt(decoder: SpecDecoder, inputs: Any, said: str) -> None
 
 def test_one_of_many_that_is_no_prompt(decoder: SpecDecoder) -> None:
     """Its result says so, and the others are served."""
-    prompts: Any = [[1.5, 2], [[7]], ["a", "b"], [5, 6]]
+    prompts: Any = [[], [1.5, 2], [[7]], ["a", "b"], [5, 6]]
     *bad, good = list[GenerationResult](decoder.generate(prompts, max_tokens=2))
     assert [result.error for result in bad] == [
-        f"a token id is {entry}; it must be an integer" for entry in ("1.5", "[7]", "'a'")
+        "the prompt is empty; give at least one token",
+        *(f"a token id is {entry}; it must be an integer" for entry in ("1.5", "[7]", "'a'")),
     ]
     assert good.finish_reason == "length"
 
@@ -148,6 +153,8 @@ def test_options_by_other_names_and_types(decoder: SpecDecoder) -> None:
     with pytest.raises(SpecDecError, match="the engine's config is a dict; give an EngineConfig"):
         config: Any = {"max_num_seqs": 3}
         SpecDecoder(decoder.verifier, decoder.tokenizer, None, config)
+    with pytest.raises(SpecDecError, match=r"unknown .* 'temprature' \(known: max_tokens"):
+        decoder.generate("abc", temprature=1)
     with pytest.raises(SpecDecError, match="given twice"):
         decoder.generate([5], max_new_tokens=3, max_tokens=3)
 

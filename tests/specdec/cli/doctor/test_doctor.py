@@ -69,19 +69,11 @@ def test_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     itself when it is imported.
     """
     mine = (
-        "AITER_JIT_DIR",
-        "AITER_CONFIG_FMOE",
-        "PYTORCH_ROCM_ARCH",
-        "MAX_JOBS",
-        "MHA_HIP_CLANG_PATH",
-        "HSA_OVERRIDE_GFX_VERSION",
-        "HSA_NO_SCRATCH_RECLAIM",
-        "GPU_MAX_HW_QUEUES",
-        "PYTORCH_ALLOC_CONF",
-        "PYTORCH_TUNABLEOP_ENABLED",
-        "TORCH_BLAS_PREFER_HIPBLASLT",
+        "AITER_JIT_DIR", "AITER_CONFIG_FMOE", "PYTORCH_ROCM_ARCH", "MAX_JOBS", "MHA_HIP_CLANG_PATH",
+        "HSA_OVERRIDE_GFX_VERSION", "HSA_NO_SCRATCH_RECLAIM", "GPU_MAX_HW_QUEUES",
+        "PYTORCH_ALLOC_CONF", "PYTORCH_TUNABLEOP_ENABLED", "TORCH_BLAS_PREFER_HIPBLASLT",
         "ROCPROFILER_QUEUE_INTERPOSITION",
-    )
+    )  # fmt: skip
     for name in mine:
         monkeypatch.setenv(name, "/mine")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")

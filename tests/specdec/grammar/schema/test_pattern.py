@@ -17,28 +17,9 @@ from specdec.grammar.grammar import Grammar
 from tests.helpers.grammar_texts import writes, writes_json
 
 CHARACTERS = [
-    "a",
-    "b",
-    "A",
-    "Z",
-    "1",
-    "_",
-    "-",
-    " ",
-    '"',
-    "\\",
-    "/",
-    "\n",
-    "\t",
-    "\x01",
-    "\x7f",
-    "é",
-    "\u0663",
-    "\u2028",
-    "日",
-    "😀",
-    ".",
-]
+    "a", "b", "A", "Z", "1", "_", "-", " ", '"', "\\", "/", "\n", "\t", "\x01", "\x7f", "é",
+    "\u0663", "\u2028", "日", "😀", ".",
+]  # fmt: skip
 
 _ATOMS = (
     r"a b 1 - A / é 日 😀 \/ \\ \n \t \. \$ \^ \{ } _ \u0061 \x41 \u00e9 \- \d \w \s \D \W \S ."
