@@ -95,13 +95,16 @@ class Family:
         sliding_kv_heads: sliding layers have so many times the config's key and value heads.
         recurrent: its layers that keep a state, which `layer_types` of the config tells.
         experts: how transformers keeps the weights of joined experts.
-        renamed: expressions for names of tensors in published files, and what replaces them there.
-        wide: parts of names of tensors that transformers has in float32, beyond its class'.
+        renamed: pairs of an expression and its replacement, which turn names of tensors in
+            published files into those of transformers.
+        wide: tensors, by a part of their names, that stay in float32 beyond those that
+            transformers' class lists.
         against: reasons against a model of this type, from its config.
         prediction: its layers for multi-token prediction.
         wrappers: model types of composites with such a text part, which is a decoder by itself:
             rows of text alone meet nothing of the tower.
-        aliases: model types that transformers does not know and whose layers are these.
+        aliases: model types that transformers does not know, with the same layers; their configs
+            are read as this type's.
         gguf: by llama.cpp's name, architectures of GGUF files that hold such a model.
     """
 
@@ -124,8 +127,8 @@ class Family:
 
 
 def plain(**options: Any) -> Describe:
-    """Layers that differ from those of Llama in these entries of their description alone; where one
-    follows from the config, it is a function of that.
+    """Layers that differ from those of Llama only in these fields of `Description`; a value that
+    follows from the config is a function of it.
     """
 
     def describe(config: Any, common: Mapping[str, Any]) -> Description:

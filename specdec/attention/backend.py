@@ -1,5 +1,5 @@
-"""What an attention backend is: a capability statement, a plan made once per forward, and a run
-made once per layer.
+"""What an attention backend is: it says what it cannot serve, makes a plan once per forward, and
+runs once per layer.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ Visibility = Literal["causal", "full", "ancestors"]
 
 
 BY_NAME = ["it is taken by name alone"]
-"""Why `auto` passes over what nobody would miss."""
+"""Why `auto` passes over a backend that has to be named."""
 
 
 class Scoring(TypedDict, total=False):

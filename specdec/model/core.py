@@ -1,7 +1,7 @@
-"""The nouns of a step: what each of its parts gives, and the protocols of target and drafter.
+"""What each part of a step puts out, and the protocols of target and drafter.
 
 Shapes use `num_reqs` requests of a batch, `k` drafts per request, `V` vocabulary, `H` hidden width.
-Token ids are int64. What the parts are given is told in `specdec.model.batch`.
+Token ids are int64. The inputs of the parts are in `specdec.model.batch`.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class DraftOutput:
     offered: Tensor | None = None
 
     def check(self, batch: DecodeBatch, vocab_size: int) -> None:
-        """Looks at the forms of what acceptance reads; numbers, on the device, are not.
+        """Checks shapes and types of what acceptance reads; the numbers stay on the device.
 
         Raises:
-            InvalidInputError: one has another form.
+            InvalidInputError: a shape, a type or a device is wrong.
         """
         rows, ids, device = (batch.num_reqs, batch.k), self.candidate_ids, batch.anchors.device
         last = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else vocab_size
@@ -229,8 +229,8 @@ class Verifier(Protocol):
     final_softcap: float | None
     """Softcap the model applies to its logits, or None."""
     media_token_ids: Mapping[int, str]
-    """Tokens that stand for what a part of the checkpoint that is not here would have seen or
-    heard, with that in words.
+    """Tokens that stand for pictures, sound and the like, with that word: what reads these is not
+    loaded.
     """
 
     random_weights: bool
@@ -300,11 +300,11 @@ class Drafter(Protocol):
     aux_layer_ids: tuple[int, ...] = ()
     """Decoder layers (0-based) of the target whose raw outputs are needed."""
     tokens_ahead: int = 0
-    """Tokens after a position that what drafting caches for the position depends on. A block of a
-    cached prefix is reused by requests that have them in common as well."""
+    """How many tokens after a position its cached context depends on. Requests that share a block
+    of a cached prefix share these tokens, too."""
     late_context: bool = False
-    """Whether drafting caches what belongs to a step's tokens when the next step drafts, and not
-    when the step commits them.
+    """Whether the context of a step's tokens is cached when the next step drafts, not when the step
+    commits them.
     """
     draws_trees: bool = False
     """Whether drafts form a tree where the shape of the block asks for one. Its paths are up to
@@ -365,16 +365,16 @@ class BoundDrafter(Protocol):
     max_deferred: int = 0
     """Steps without drafts whose context may be put off, see `Context`; 0 where none is."""
     forecasts: bool = False
-    """Set before the first step by who wants `DraftOutput.forecast`, which may cost something; a
-    drafter that has none leaves it None."""
+    """Set before the first step where `DraftOutput.forecast` is wanted, which may take time; a
+    drafter without forecasts leaves that None."""
 
     host_may_look: bool = False
-    """Set before every step where the device is the host, which then waits for nothing when it
-    looks at a tensor.
+    """Set before every step where the device is the host, so that reading a tensor waits for
+    nothing.
     """
 
     has_expected_accepted: bool = False
-    """`expected_accepted` tells something."""
+    """Whether `expected_accepted` may return numbers."""
 
     def allow(self, max_drafts: int) -> None:
         """Lets the drafts of a step be another drafter's, at most `max_drafts`. A composition
@@ -387,8 +387,8 @@ class BoundDrafter(Protocol):
         return
 
     def keep_private(self, slot: int) -> None:
-        """The request that has just started in `slot` has a salt: nothing that it writes may help
-        another one.
+        """The request that has just started in `slot` has a salt: no other request may draft from
+        its output.
         """
         return
 
