@@ -10,7 +10,7 @@ its slots at once. LiLiCorr's is another one, a `Lattice`.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,38 +36,34 @@ class HeadSizes(NamedTuple):
     joins_taps: bool = True
 
 
-class Head(Protocol):
-    """A head with its weights, in training as in drafting."""
+class Head:
+    """A head with its weights, in training as in drafting.
+
+    Attributes:
+        has_state: `left` depends on more tokens than the one before, so that slots have to be
+            drafted in order.
+        first_slot: the first slot whose logits are corrected; 0 is the one behind the anchor.
+        num_candidates: tokens of a slot, those of the highest logits, that are corrected for a
+            chain; None corrects the whole vocabulary.
+        compares_candidates: corrections were learned among these candidates alone: then they
+            compare these tokens with each other, and say nothing of others, nor of all of these
+            against others.
+    """
+
+    has_state = False
+    first_slot = 0
+    num_candidates: int | None = None
+    compares_candidates = False
 
     @property
     def right(self) -> Tensor:
         """[draft_vocab_size, r]."""
-
-    @property
-    def has_state(self) -> bool:
-        """Whether `left` depends on more tokens than the one before, so that slots have to be
-        drafted in order.
-        """
-
-    @property
-    def first_slot(self) -> int:
-        """The first slot whose logits are corrected; 0 is the one behind the anchor."""
-
-    @property
-    def num_candidates(self) -> int | None:
-        """Tokens of a slot, those of the highest logits, that are corrected for a chain; None
-        corrects the whole vocabulary.
-        """
-
-    @property
-    def compares_candidates(self) -> bool:
-        """Whether corrections were learned among these candidates alone: then they compare these
-        tokens with each other, and say nothing of others, nor of all of these against others.
-        """
+        raise NotImplementedError
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of tables of which drafting reads a few rows alone."""
+        return 0
 
     def left(
         self, hidden: Tensor, previous: Tensor, state: Tensor | None
@@ -84,37 +80,28 @@ class Head(Protocol):
         Returns:
             [..., r], and the state [..., S] for the next slot, None for a head without one.
         """
+        raise NotImplementedError
 
     def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
         """float32 [...], the probability that a slot's draft is accepted if those before it are;
         None where nothing was trained to tell it. Arguments are those of `left`.
         """
+        return None
 
 
-class Refiner:
-    """A `Head` of which a pass corrects all slots of a block, each behind all tokens before it. A
+class Refiner(Head):
+    """A head of which a pass corrects all slots of a block, each behind all tokens before it. A
     chain takes a few passes, each behind what the one before drafted (Jacobi): pass p settles
     slot p, and often many more. As many passes as slots draft what slot by slot would.
+
+    The state that `left` leaves is smaller than that of the slot before.
 
     Attributes:
         num_passes: of a chain.
     """
 
     has_state = True
-    first_slot = 0
-    num_candidates = None
-    compares_candidates = False
     num_passes: int
-
-    @property
-    def gathered_bytes(self) -> int:
-        """See `Head.gathered_bytes`."""
-        raise NotImplementedError
-
-    @property
-    def right(self) -> Tensor:
-        """See `Head.right`."""
-        raise NotImplementedError
 
     def start(self, rows: Tensor, before: Tensor) -> Tensor:
         """The state [..., S] before the first slot, which knows the whole block.
@@ -125,12 +112,6 @@ class Refiner:
         """
         raise NotImplementedError
 
-    def left(
-        self, hidden: Tensor, previous: Tensor, state: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `Head.left`; the state that a slot leaves is smaller than that of the slot before."""
-        raise NotImplementedError
-
     def sides(self, start: Tensor, previous: Tensor) -> Tensor:
         """The left sides [..., K, r] of the first K slots at once, as `left` has them.
 
@@ -139,10 +120,6 @@ class Refiner:
             previous: int64 [..., K], the anchor and the tokens of the slots but the last.
         """
         raise NotImplementedError
-
-    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """None: nothing tells whether a draft is accepted but its own probability."""
-        return None
 
 
 class Lattice:
@@ -177,15 +154,17 @@ class Lattice:
         return None
 
 
-class HeadConfig(Protocol):
-    """What `config.json` says about a head."""
+class HeadConfig:
+    """What `config.json` says about a head.
 
-    @property
-    def algorithm(self) -> str:
-        """What a drafter with it is called, as in `drafters.algorithms`."""
+    Attributes:
+        algorithm: what a drafter with it is called, as in `drafters.algorithms`.
+    """
+
+    algorithm: ClassVar[str]
 
     def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
-        """Refuses a backbone that does not suit it.
+        """Refuses a backbone that does not suit it; by default none.
 
         Raises:
             CheckpointError: it does not.
@@ -195,6 +174,7 @@ class HeadConfig(Protocol):
         """The head's weights, by the name before theirs in a checkpoint. A model has them as its
         own children.
         """
+        raise NotImplementedError
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head | Lattice:
         """The head of a model that has these modules.
@@ -203,9 +183,11 @@ class HeadConfig(Protocol):
             model: on its device and in its type.
             embed: scaled input embeddings [..., H] of tokens of the target, int64 [...].
         """
+        raise NotImplementedError
 
     def json(self) -> dict[str, Any]:
         """As `config.json` holds it, next to what it says about the backbone."""
+        raise NotImplementedError
 
 
 def left_sides(head: Head, hidden: Tensor, previous: Tensor, start: Tensor | None = None) -> Tensor:

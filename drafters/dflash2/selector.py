@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from drafters.head import Head, HeadSizes
+from drafters.head import Head, HeadConfig, HeadSizes
 from drafters.keys import Keys, require
 
 MAX_RANK = 2**16
@@ -23,7 +23,7 @@ KEYS = {"selector_rank", "selector_top_k"}
 
 
 @dataclass(frozen=True, slots=True)
-class SelectorConfig:
+class SelectorConfig(HeadConfig):
     """A candidate selector.
 
     Attributes:
@@ -47,7 +47,6 @@ class SelectorConfig:
         require(1 <= self.top_k <= 64, f"selector_top_k is {self.top_k}; it must lie in [1, 64]")
 
     def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
-        """See `drafters.head.HeadConfig.check`."""
         most = sizes.draft_vocab_size
         require(
             self.top_k <= most,
@@ -55,15 +54,12 @@ class SelectorConfig:
         )
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
-        """See `drafters.head.HeadConfig.modules`."""
         return {"candidate_selector": CandidateSelector(self, sizes)}
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:
-        """See `drafters.head.HeadConfig.head`."""
         return cast(CandidateSelector, model.get_submodule("candidate_selector"))
 
     def json(self) -> dict[str, Any]:
-        """See `drafters.head.HeadConfig.json`."""
         return {"selector_rank": self.rank, "selector_top_k": self.top_k}
 
 
@@ -76,16 +72,14 @@ def parse_selector(keys: Keys) -> SelectorConfig:
     return SelectorConfig(keys.required("selector_rank"), keys.required("selector_top_k"))
 
 
-class CandidateSelector(nn.Module):
-    """Both codebooks and the projection; a `drafters.head.Head`."""
+class CandidateSelector(nn.Module, Head):
+    """Both codebooks and the projection."""
 
-    has_state = False
-    first_slot = 0
     compares_candidates = True
 
     def __init__(self, config: SelectorConfig, sizes: HeadSizes) -> None:
         super().__init__()
-        self.num_candidates: int | None = config.top_k
+        self.num_candidates = config.top_k
         self.predecessor_codebook = nn.Parameter(torch.zeros(sizes.vocab_size, config.rank))
         self.successor_codebook = nn.Parameter(torch.zeros(sizes.draft_vocab_size, config.rank))
         self.hidden_projection = nn.Linear(sizes.hidden_size, config.rank, bias=False)
@@ -97,7 +91,6 @@ class CandidateSelector(nn.Module):
 
     @property
     def right(self) -> Tensor:
-        """The successors' codebook."""
         return self.successor_codebook
 
     def left(
@@ -107,7 +100,3 @@ class CandidateSelector(nn.Module):
         return nn.functional.embedding(
             previous, self.predecessor_codebook
         ) * self.hidden_projection(hidden), None
-
-    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """None."""
-        return None

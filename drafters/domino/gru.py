@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.head import Head, HeadSizes
+from drafters.head import Head, HeadConfig, HeadSizes
 from drafters.keys import Keys, require
 
 MAX_WIDTH = 2**16
@@ -31,7 +31,7 @@ alignment.
 
 
 @dataclass(frozen=True, slots=True)
-class DominoConfig:
+class DominoConfig(HeadConfig):
     """Domino's head.
 
     Attributes:
@@ -57,11 +57,7 @@ class DominoConfig:
             f"pure_draft_prefix_len is {self.pure_prefix}; it must be at least 0",
         )
 
-    def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
-        """See `drafters.head.HeadConfig.check`; it suits every backbone."""
-
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
-        """See `drafters.head.HeadConfig.modules`."""
         projection = nn.Sequential(
             nn.Linear(sizes.hidden_size + self.state_size, self.rank, bias=False),
             nn.SiLU(),
@@ -73,11 +69,9 @@ class DominoConfig:
         }
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:
-        """See `drafters.head.HeadConfig.head`."""
         return DominoHead(self, model, embed)
 
     def json(self) -> dict[str, Any]:
-        """See `drafters.head.HeadConfig.json`."""
         sizes = {
             "emb_dim": self.rank,
             "gru_hidden_dim": self.state_size,
@@ -105,13 +99,10 @@ def parse_domino(keys: Keys) -> DominoConfig:
     )
 
 
-class DominoHead:
-    """The weights of a model; see `drafters.head.Head`."""
+class DominoHead(Head):
+    """The weights of a model."""
 
     has_state = True
-    num_candidates = None
-    compares_candidates = False
-    gathered_bytes = 0
 
     def __init__(
         self, config: DominoConfig, model: nn.Module, embed: Callable[[Tensor], Tensor]
@@ -137,10 +128,6 @@ class DominoHead:
         axes = torch.broadcast_shapes(hidden.shape[:-1], state.shape[:-1])
         both = [part.expand(*axes, part.shape[-1]) for part in (hidden, state)]
         return F.silu(self._first(torch.cat(both, dim=-1))), state
-
-    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """None."""
-        return None
 
     def _step(self, x: Tensor, state: Tensor) -> Tensor:
         """One step of `torch.nn.GRU` for [..., H] and [..., S], in one kernel and two products on a

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from drafters.head import Head, HeadSizes
+from drafters.head import Head, HeadConfig, HeadSizes
 from drafters.keys import Keys, require
 
 KINDS = ("vanilla", "gated", "rnn")
@@ -36,7 +36,7 @@ KEYS = {
 
 
 @dataclass(frozen=True, slots=True)
-class MarkovConfig:
+class MarkovConfig(HeadConfig):
     """DSpark's heads.
 
     Attributes:
@@ -75,7 +75,6 @@ class MarkovConfig:
         )
 
     def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
-        """See `drafters.head.HeadConfig.check`."""
         require(
             self.kind != "rnn" or sample_from_anchor,
             "markov_head_type 'rnn' without sample_from_anchor is not supported: its state begins"
@@ -84,7 +83,6 @@ class MarkovConfig:
         )
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
-        """See `drafters.head.HeadConfig.modules`."""
         modules: dict[str, nn.Module] = {"markov_head": MarkovHead(self, sizes)}
         if self.has_confidence:
             modules["confidence_head"] = ConfidenceHead(
@@ -93,11 +91,9 @@ class MarkovConfig:
         return modules
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:
-        """See `drafters.head.HeadConfig.head`."""
         return DSparkHead(self, model)
 
     def json(self) -> dict[str, Any]:
-        """See `drafters.head.HeadConfig.json`."""
         said = {
             "markov_rank": self.rank,
             "markov_head_type": self.kind,
@@ -142,7 +138,7 @@ class MarkovHead(nn.Module):
     def left(
         self, hidden: Tensor, previous: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `drafters.head.Head.left`; a state has the width r."""
+        """As `drafters.head.Head.left`; a state has the width r."""
         embedded = self.markov_w1(previous)
         if self.kind == "vanilla":
             return embedded, None
@@ -170,11 +166,8 @@ class ConfidenceHead(nn.Module):
         return self.proj(features).squeeze(-1)
 
 
-class DSparkHead:
-    """Both heads of a model; see `drafters.head.Head`."""
-
-    first_slot = 0
-    compares_candidates = False
+class DSparkHead(Head):
+    """Both heads of a model."""
 
     def __init__(self, config: MarkovConfig, model: nn.Module) -> None:
         self._config, self._markov = config, cast(MarkovHead, model.get_submodule("markov_head"))
@@ -184,10 +177,11 @@ class DSparkHead:
             else None
         )
         self.has_state, self.num_candidates = config.kind == "rnn", config.draft_top_k
-        self.gathered_bytes = (
-            self._markov.markov_w1.weight.nbytes
-            + (self.num_candidates is not None) * self.right.nbytes
-        )
+
+    @property
+    def gathered_bytes(self) -> int:
+        own = self._markov.markov_w1.weight.nbytes
+        return own if self.num_candidates is None else own + self.right.nbytes
 
     @property
     def right(self) -> Tensor:
@@ -200,20 +194,14 @@ class DSparkHead:
         """What W2 is given."""
         return self._markov.left(hidden, previous, state)
 
-    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """Logits of `confidences`, for training."""
+    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
         if self._confidence is None:
             return None
         features = hidden
         if self._config.confidence_sees_token:
             embedded = self._markov.markov_w1(previous)
             features = _beside(embedded, hidden, embedded)
-        return self._confidence(features)
-
-    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """What the confidence head says."""
-        logits = self.confidence_logits(hidden, previous)
-        return None if logits is None else torch.sigmoid(logits.float())
+        return torch.sigmoid(self._confidence(features).float())
 
 
 def _beside(like: Tensor, *parts: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.head import HeadSizes, Lattice
+from drafters.head import HeadConfig, HeadSizes, Lattice
 from drafters.keys import Keys, require
 
 MAX_WIDTH = 2**16
@@ -43,7 +43,7 @@ FEATURES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class LatticeConfig:
+class LatticeConfig(HeadConfig):
     """LiLiCorr's head.
 
     Attributes:
@@ -83,7 +83,6 @@ class LatticeConfig:
             require(0 < value < MAX_WIDTH, f"lilicorr_{name} is {value}; it must be positive")
 
     def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
-        """See `drafters.head.HeadConfig.check`."""
         require(
             not sample_from_anchor and sizes.draft_vocab_size == sizes.vocab_size,
             "lilicorr with sample_from_anchor or a vocabulary of its own is not supported: it is"
@@ -96,15 +95,12 @@ class LatticeConfig:
         require(width % self.num_heads == 0, rule)
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
-        """See `drafters.head.HeadConfig.modules`."""
         return {"lilicorr": LatticeModule(self, sizes)}
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Lattice:
-        """See `drafters.head.HeadConfig.head`."""
         return LiLiCorr(self, model, embed)
 
     def json(self) -> dict[str, Any]:
-        """See `drafters.head.HeadConfig.json`."""
         said = {f"lilicorr_{name}": getattr(self, field) for name, field in _FIELDS.items()}
         return {"lilicorr_enabled": True, **said}
 
@@ -185,7 +181,7 @@ class LatticeModule(nn.Module):
 
 
 class LiLiCorr(Lattice):
-    """The head of a model; see `drafters.head.Lattice`."""
+    """The head of a model."""
 
     def __init__(
         self, config: LatticeConfig, model: nn.Module, embed: Callable[[Tensor], Tensor]
@@ -194,7 +190,6 @@ class LiLiCorr(Lattice):
         self._module = cast(LatticeModule, model.get_submodule("lilicorr"))
 
     def table(self, hidden: Tensor, token_ids: Tensor, scores: Tensor, context: Tensor) -> Tensor:
-        """See `drafters.head.Lattice.table`."""
         module, (count, slots, width) = self._module, token_ids.shape
         tokens = self._embed(token_ids)
         states = tokens if module.token_proj is None else module.token_proj(tokens)

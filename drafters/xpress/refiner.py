@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.head import Head, HeadSizes, Refiner
+from drafters.head import Head, HeadConfig, HeadSizes, Refiner
 from drafters.keys import Keys, require
 
 MAX_RANK = 2**16
@@ -51,7 +51,7 @@ RELEASED = {
 
 
 @dataclass(frozen=True, slots=True)
-class XPressConfig:
+class XPressConfig(HeadConfig):
     """XPress's head.
 
     Attributes:
@@ -78,7 +78,6 @@ class XPressConfig:
             require(1 <= size <= most, f"{name} is {size}; it must lie in [1, {most:,}]")
 
     def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
-        """See `drafters.head.HeadConfig.check`."""
         require(
             not sample_from_anchor,
             "xpress with sample_from_anchor is not supported: drafts begin in the row behind the"
@@ -86,15 +85,13 @@ class XPressConfig:
         )
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
-        """See `drafters.head.HeadConfig.modules`."""
         return {"refiner_head": RefinerModule(self, sizes)}
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:
-        """See `drafters.head.HeadConfig.head`."""
         return XPress(self, model)
 
     def json(self) -> dict[str, Any]:
-        """See `drafters.head.HeadConfig.json`; in the words of both layouts."""
+        """As `config.json` holds it, in the words of both layouts."""
         return {
             "xpress_rank": self.rank,
             "xpress_mlp_ratio": self.mlp_ratio,
@@ -144,7 +141,7 @@ class RefinerModule(nn.Module):
 
 
 class XPress(Refiner):
-    """The head of a model; see `drafters.head.Refiner`. A state is what c is to be without the
+    """The head of a model. A state is what c is to be without the
     tokens to come, [..., slots to come, r] as one row.
     """
 
@@ -163,7 +160,6 @@ class XPress(Refiner):
         return self._module.readout.weight
 
     def start(self, rows: Tensor, before: Tensor) -> Tensor:
-        """See `drafters.head.Refiner.start`."""
         module = self._module
         mean = module.down_g(rows.mean(dim=-2, keepdim=True))
         known = module.down_h(rows)
@@ -177,7 +173,6 @@ class XPress(Refiner):
     def left(
         self, hidden: Tensor, previous: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `drafters.head.Refiner.left`."""
         assert state is not None, "a refiner starts with the whole block"
         rows, x = state.unflatten(-1, (-1, self._rank)), self._of_tokens(previous)
         slot = self._module.mix_l.shape[-1] - rows.shape[-2]
@@ -185,7 +180,6 @@ class XPress(Refiner):
         return self._refined(mixed[..., 0, :] + x), mixed[..., 1:, :].flatten(-2)
 
     def sides(self, start: Tensor, previous: Tensor) -> Tensor:
-        """See `drafters.head.Refiner.sides`."""
         rows = start.unflatten(-1, (-1, self._rank))[..., : previous.shape[-1], :]
         return self._refined(rows + self._mixed(self._of_tokens(previous), first=1))
 
