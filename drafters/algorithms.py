@@ -1,6 +1,4 @@
-"""Which algorithm a drafter's `config.json` names, in the words of the programs that write such
-files.
-"""
+"""Which algorithm a drafter's `config.json` names, whichever program wrote it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -66,9 +64,7 @@ _FAMILIES = {
 """What a name may contain, and what that is; a longer name stands before one that it contains."""
 
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Keys of the token that stands for drafts of an EAGLE-3 head in parallel; only such heads have the
-last two.
-"""
+"""Keys of the token that stands for EAGLE-3 drafts in parallel; the last two say they are."""
 
 _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How the names of transformers' language models end."""
@@ -140,9 +136,7 @@ def algorithm_of(raw: Mapping[str, Any]) -> str:
 
 
 def drafter_and_target(raw: Mapping[str, Any]) -> tuple[str, str | None] | None:
-    """What a checkpoint is that can be nothing but a drafter: its algorithm, and its target's name
-    where that is stated.
-    """
+    """Algorithm and stated target of what can be nothing but a drafter; else None."""
     try:
         algorithm = algorithm_of(raw)
         stated = section(section(raw, "speculators_config"), "verifier").get("name_or_path")

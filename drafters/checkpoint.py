@@ -1,6 +1,4 @@
-"""Checkpoints of drafters on disk, whatever the algorithm: `config.json` and weights in a folder,
-or on the hub.
-"""
+"""Checkpoints of drafters, whatever the algorithm: a folder, or a name on the hub."""
 
 import json
 import os
@@ -136,9 +134,7 @@ def plain_tensors(
 
 
 def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names of the z-lab layout, without what belongs to the target or can be
-    computed.
-    """
+    """Tensors by z-lab's names, without what is the target's or can be computed."""
     renamed = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("model.")

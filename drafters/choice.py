@@ -17,9 +17,7 @@ from specdec.sampling.tensors import SamplingPlan
 from specdec.sampling.trees.candidates import candidates
 
 MAX_CANDIDATES = 16
-"""Tokens per position among which a tree of many positions chooses; of trees of up to 64 drafts
-more change nothing.
-"""
+"""Tokens per position among which a tree chooses; up to 64 drafts gain nothing by more."""
 
 
 class Guesses(NamedTuple):

@@ -158,9 +158,7 @@ def _convert_eagle3(source: Path, folder: Path, layout: str, target: str | None)
 def _untied(
     config: DFlashConfig, tensors: dict[str, Tensor], name: str | None
 ) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """The same drafter with whole tables, which other programs can read; made of the target's
-    weights.
-    """
+    """The same drafter with whole tables, which others can read, made of the target's."""
     import torch
 
     from drafters.dflash.drafter import check_fit

@@ -16,9 +16,7 @@ _PARTS = re.compile(
     r"|(video|vision)_.*"
     r"|.*_(dropout|implementation|index|pdrop|token_ids?|version)|.*experts?(_.*|$)"
 )
-"""Parts that the layers of a drafter have not, and what only training or Transformers itself looks
-at.
-"""
+"""Parts that no drafter's layers have, and what only training or Transformers looks at."""
 
 _OTHERS = {
     "add_classification_head", "add_full_attention_sink_bias", "add_swa_attention_sink_bias",
@@ -38,9 +36,7 @@ _OTHERS = {
     "use_head_wise_attn_gate", "use_mtp", "use_pos_enc", "use_rmsnorm", "use_rotary_pos_emb",
     "use_routing_bias", "yarn_only_types",
 }  # fmt: skip
-"""Keys of published configs that Transformers' classes do not declare; the three of the target are
-DeepSpec's and SpecForge's.
-"""
+"""Keys of published configs that no class declares; three are DeepSpec's and SpecForge's."""
 
 
 _COMMON = {

@@ -171,9 +171,7 @@ class HeadConfig:
         """
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
-        """The head's weights, by the name before theirs in a checkpoint. A model has them as its
-        own children.
-        """
+        """The head's weights, as a model's children, by the name before theirs."""
         raise NotImplementedError
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head | Lattice:

@@ -33,9 +33,7 @@ PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "use_aux_norm": (False,),
     "use_gemma_norm": (False,),
 }
-"""Keys of relatives of all drafters that would change the maths, with the values under which they
-do not.
-"""
+"""Keys of drafters' relatives with the values under which they do not change the maths."""
 
 _ROPE = {
     "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
@@ -44,9 +42,7 @@ _ROPE = {
     "original_max_position_embeddings", "partial_rotary_factor", "rope_dim", "rope_theta",
     "rope_type", "short_factor", "truncate", "type",
 }  # fmt: skip
-"""What a set of RoPE parameters may say: Transformers' keys, and what is of images and of queries
-in a target's own layers.
-"""
+"""Transformers' RoPE parameters, and those of images and queries in a target's layers."""
 
 _PLAIN_ROPE = {"apply_yarn_scaling": (True,), "attn_factor": (1,), "extrapolation_factor": (1,)}
 """What engines read there besides, with the values under which it changes nothing."""
@@ -106,9 +102,7 @@ def check_plain(keys: "Keys", plain_values: Mapping[str, tuple[Any, ...]], kind:
 
 
 def rope_sets(place: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every set of RoPE parameters in an object of config.json, with its name; a set for each kind
-    of layer is one of its own.
-    """
+    """Sets of RoPE parameters in an object of config.json, each with its name."""
     for name in ("rope_parameters", "rope_scaling", "swa_rope_parameters"):
         stated = place.get(name)
         if isinstance(stated, Mapping):

@@ -1,6 +1,4 @@
-"""A reduced vocabulary of drafts: the map from its tokens to the target's, as every layout stores
-it.
-"""
+"""A reduced vocabulary of drafts: the map from its tokens to the target's."""
 
 from collections.abc import Mapping
 
@@ -16,9 +14,7 @@ def target_ids(d2t: Tensor) -> Tensor:
 
 
 def drafted(d2t: Tensor, vocab_size: int) -> Tensor:
-    """bool [vocab_size], the tokens of the target that can be drafted:
-    what checkpoints call `t2d`.
-    """
+    """bool [vocab_size], the target's tokens that can be drafted: `t2d` of checkpoints."""
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, target_ids(d2t), True)
 
 

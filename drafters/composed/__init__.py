@@ -1,3 +1,1 @@
-"""Several drafters as one: in every step and for every request the one drafts that is expected to
-have most accepted.
-"""
+"""Several drafters as one: for every request the one drafts that promises most."""

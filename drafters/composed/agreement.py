@@ -1,6 +1,4 @@
-"""How many drafts the target would have accepted of a block, from the tokens that it has put out
-since.
-"""
+"""How many drafts of a block the target would have accepted, told by its later tokens."""
 
 from collections.abc import Mapping
 

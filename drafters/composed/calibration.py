@@ -1,6 +1,4 @@
-"""What forecasts are worth: drafters count their expectations in different ways, and what was
-accepted lately puts them right.
-"""
+"""What forecasts are worth: what was accepted lately puts them right."""
 
 from typing import NamedTuple
 
@@ -15,9 +13,7 @@ MEMORY = 256
 PRIOR = 4
 """Observations that a forecast itself counts as."""
 LEAST = 0.05
-"""Forecasts, and their ratios, count as no less: late acceptance says little about what is hardly
-ever accepted.
-"""
+"""Forecasts, and their ratios, count as no less: little is known of what is never accepted."""
 _PER_DOUBLING = 3  # buckets, of one more than the forecast
 _BUCKETS = 6 * _PER_DOUBLING + 1  # up to 63 drafts
 _KEEP = 1 - 1 / MEMORY
@@ -154,9 +150,7 @@ def _buckets(raw: Tensor) -> Tensor:
 
 
 def check_forecasts(device: torch.device) -> Deviation:
-    """Two steps of three drafters and more requests than a program looks at together, some of which
-    do not count.
-    """
+    """Two steps of three drafters and many requests, some of which do not count."""
     generator = torch.Generator().manual_seed(0)
     sides = [torch.zeros(2, 3 * _BUCKETS, dtype=dtype) for dtype in (torch.float32, torch.float64)]
     ours, found = torch.zeros_like(sides[0], device=device), []

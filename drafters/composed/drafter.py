@@ -175,9 +175,7 @@ class BoundComposed(BoundDrafter):
             part.keep_private(slot)
 
     def forget(self) -> None:
-        """What past requests have left in the parts; how forecasts fared is kept, as the engine
-        keeps its steps' times.
-        """
+        """Forgets past requests; how forecasts fared is kept."""
         for part in self.parts:
             part.forget()
 
@@ -229,9 +227,7 @@ class BoundComposed(BoundDrafter):
     def commit(
         self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
     ) -> None:
-        """Every part takes over the context, whoever drafted; forecasts are compared with what came
-        out.
-        """
+        """Every part takes over the context; forecasts are compared with what came out."""
         step, self._step = self._step, None  # nothing outlives a step: it may be a graph's
         if step is not None:
             self._learn(step, batch, accept)

@@ -23,9 +23,7 @@ MAX_SKIPPED = 32
 _PER_DOUBLING = 2  # buckets, of one more than the forecast
 
 Kind = tuple[int, int, bool]
-"""Requests of a step, rows of a block, and whether blocks are trees: what the times of its parts
-depend on.
-"""
+"""Requests of a step, rows of a block, and whether it is a tree: what its times depend on."""
 
 
 class _Mean:
@@ -53,9 +51,7 @@ class Gate:
         self._num_skipped = 0
 
     def pays(self, kind: Kind, forecasts: Sequence[float]) -> bool:
-        """Whether models should draft in a step of a kind; `forecasts` tell of each request how
-        many others are expected.
-        """
+        """Whether models should draft, by what others of each request are expected."""
         gains = [self._gains.get(_bucket(forecast)) for forecast in forecasts]
         known = [gain for gain in gains if gain is not None and gain.weight >= ENOUGH]
         models, rest = self._models.get(kind), self._rest.get(kind)
@@ -76,9 +72,7 @@ class Gate:
         return pays
 
     def observe(self, forecasts: Sequence[float], gains: Sequence[float]) -> None:
-        """Takes over how many more drafts were accepted of each request than its other drafts had
-        right; models had drafted.
-        """
+        """Takes over how many more drafts of each request were accepted thanks to models."""
         for forecast, gain in zip(forecasts, gains, strict=True):
             self._gains.setdefault(_bucket(forecast), _Mean()).add(gain)
 

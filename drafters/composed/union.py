@@ -1,6 +1,4 @@
-"""One tree of several drafters' trees: the most probable paths of all, as probable as late
-acceptance says.
-"""
+"""One tree of several drafters' trees: the most probable paths, by what was accepted lately."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial, reduce

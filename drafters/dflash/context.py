@@ -1,6 +1,4 @@
-"""What the target's features become before they are keys and values of the draft layers, on the
-decoder stack.
-"""
+"""What the target's features become before they are keys and values, on the decoder stack."""
 
 from typing import cast
 
@@ -45,9 +43,7 @@ class Context:
         return [self._projection] if self._features is None else [self._features, self._projection]
 
     def states(self, features: Tensor) -> Tensor:
-        """`DFlashModel.context_state` of rows [T, num_taps * H_target], with norms of taps if there
-        are any.
-        """
+        """`DFlashModel.context_state` of rows [T, num_taps * H_target], with norms of taps."""
         assert self._features is not None
         return self._ops.norm(self._features(self._tapped(features)), self._norm)
 

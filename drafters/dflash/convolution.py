@@ -1,6 +1,4 @@
-"""The convolutions of DFlash 2 as a module: rows of a block mix with those before them, around both
-sublayers of every layer.
-"""
+"""DFlash 2's convolutions as a module: rows of a block mix with those before them."""
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +8,7 @@ from specdec.layers.ops.grouped_convolution import Side, mix_rows
 
 
 class DFlashConvolution(nn.Module):
-    """`specdec.layers.ops.grouped_convolution` around one sublayer; new ones leave everything as it
-    is.
-    """
+    """`specdec.layers.ops.grouped_convolution` around a sublayer; new ones change nothing."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -30,9 +26,7 @@ class DFlashConvolution(nn.Module):
         self.kernel_projection.weight.zero_()
 
     def kernels(self, hidden: Tensor) -> Tensor:
-        """What kernels have of the rows [..., H] that the sublayer would be given without a
-        convolution.
-        """
+        """What kernels have of rows [..., H] that the sublayer would be given without one."""
         return self.kernel_projection(hidden)
 
     def forward(self, x: Tensor, kernels: Tensor, side: Side) -> Tensor:

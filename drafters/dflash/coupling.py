@@ -128,9 +128,7 @@ class CouplingTable:
         self._first, self._changes = table[:, :1], table.diff(dim=1)
 
     def at(self, temperature: Tensor, slots: int) -> Tensor:
-        """float32 [2, num_reqs, slots], a and b of the first `slots` at each request's
-        `temperature` float32 [num_reqs].
-        """
+        """float32 [2, num_reqs, slots], a and b at temperatures float32 [num_reqs]."""
         # of each change, [num_reqs, T - 1]
         shares = ((temperature[:, None] - self._starts) / self._widths).clamp(0, 1)
         return self._first[..., :slots] + (

@@ -226,9 +226,7 @@ class BoundDFlash(BoundDrafter):
     def commit(
         self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
     ) -> None:
-        """Writes the context of all verified rows, over what the block left there, or puts that of
-        the anchor off.
-        """
+        """Writes the context of verified rows over the block's, or puts the anchor's off."""
         width = token_ids.shape[1]
         if self._before is not None:
             first = torch.arange(0, len(token_ids) * width, width, device=token_ids.device)

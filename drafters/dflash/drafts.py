@@ -1,6 +1,4 @@
-"""From a block's hidden states and base logits to its drafts: a chain or a tree, with a head or
-without one.
-"""
+"""From a block's hidden states and base logits to its drafts: a chain or a tree."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -23,9 +21,7 @@ from specdec.sampling.noise import Purpose, gumbel, of_step, stream
 from specdec.sampling.trees.trees import best_chain, best_first
 
 ALTERNATIVES = 16
-"""Tokens per slot that may take the place of a draft that a grammar refuses; more of them gain
-little.
-"""
+"""Tokens per slot that may replace a draft that a grammar refuses; more gain little."""
 
 
 class Slots(NamedTuple):
@@ -200,9 +196,7 @@ class Drafts:
         )
 
     def _path(self, block: _Block, head: Head | Lattice, count: int) -> DraftOutput:
-        """The chain that takes the best candidate behind the one before; where drafts are drawn,
-        only candidates are.
-        """
+        """The chain of the best candidates, each behind the last; only these are drawn."""
         batch, draws = block.batch, self.draft_sampling == "probabilistic" and block.sees_noise
         # it takes no part in which candidates may be drawn
         block = block._replace(sees_noise=block.sees_noise and not draws)
@@ -228,9 +222,7 @@ class Drafts:
         return self._with_scores(block, chain, probs.gather(-1, ranks[..., None]).squeeze(-1))
 
     def _tree(self, block: _Block) -> DraftOutput:
-        """The tree of the likeliest paths; without a head as if every position's token did not
-        depend on those before it.
-        """
+        """The tree of the likeliest paths; without a head positions are independent."""
         batch = block.batch
         # one position has no more paths than tokens
         count = min(MAX_CANDIDATES if batch.shape.depth > 1 else MAX_NODES, batch.k)
@@ -249,9 +241,7 @@ class Drafts:
     def _pairs(
         self, block: _Block, head: Lattice, *, as_logprobs: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`_edges` of a lattice, whose candidates are those it was trained on, whatever the noise
-        and the tree.
-        """
+        """`_edges` of a lattice, whose candidates are always those it was trained on."""
         batch, slots = block.batch, block.slots
         assert slots.context is not None, "a lattice is given the anchor's context"
         likeliest = block._replace(sees_noise=False)
@@ -271,9 +261,7 @@ class Drafts:
     def _edges(
         self, block: _Block, head: Head | Lattice, count: int, *, as_logprobs: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Candidates int64 [num_reqs, depth, count], their scores without the head, and its table,
-        see `edges_of`.
-        """
+        """Candidates int64 [num_reqs, depth, count], their own scores, and `edges_of` them."""
         if isinstance(head, Lattice):
             return self._pairs(block, head, as_logprobs=as_logprobs)
         batch, slots, scale = block.batch, block.slots, None
@@ -297,9 +285,7 @@ class Drafts:
         return token_ids if self._columns is None else self._columns[token_ids]
 
     def _candidates(self, block: _Block, count: int) -> Guesses:
-        """The `count` likeliest tokens of every slot, given the noise that the target will choose
-        by if it is seen.
-        """
+        """The `count` likeliest tokens of every slot, given the target's noise if it is seen."""
         draft_sampling = self.draft_sampling if block.sees_noise else "greedy"
         return guess(
             block.batch,

@@ -1,6 +1,4 @@
-"""Scores of every candidate of a slot behind every candidate of the slot before: what a head says,
-for all paths at once.
-"""
+"""Scores of every candidate of a slot behind every candidate of the slot before."""
 
 import torch
 from torch import Tensor
@@ -145,9 +143,7 @@ def _behind_the_best(
 
 
 def check_edges(device: torch.device) -> Deviation:
-    """Tables of several sizes, with slots that are not corrected, of scores and of
-    log-probabilities.
-    """
+    """Tables of several sizes, with uncorrected slots, of scores and of log-probabilities."""
     from drafters.dflash import triton_edges
 
     generator, found = torch.Generator().manual_seed(0), []

@@ -1,6 +1,4 @@
-"""Latent attention of draft layers (DeepSeek-V2, arXiv 2405.04434): projections as a module, and on
-the decoder stack.
-"""
+"""Latent attention (DeepSeek-V2, arXiv 2405.04434) of draft layers, as module and on the stack."""
 
 from typing import cast
 
@@ -45,9 +43,7 @@ class LatentProjections(nn.Module):
 
     @torch.no_grad()
     def put_halves_first(self, config: DFlashConfig) -> None:
-        """Puts neighbors that RoPE turns against each other half the rotated part apart, as the
-        decoder stack has them.
-        """
+        """Puts neighbors that RoPE turns half the rotated part apart, as the stack has them."""
         sizes = config.latent
         assert sizes is not None
         if not sizes.interleaved:

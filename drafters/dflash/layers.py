@@ -21,9 +21,7 @@ Projected = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class DFlashAttention(nn.Module):
-    """Projections of one draft layer; the attention itself is the caller's, with scores over the
-    square root of `head_dim`.
-    """
+    """Projections of a draft layer; the attention itself is the caller's."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -119,9 +117,7 @@ class DFlashLayer(nn.Module):
         return *attention.project(rows, cos, sin), kernels
 
     def behind(self, hidden: Tensor, attended: Tensor, kernels: Tensor | None) -> Tensor:
-        """The layer's output [..., H] of its input, and of the attention's, [..., heads,
-        head_dim].
-        """
+        """Output [..., H] of the layer's input and the attention's [..., heads, head_dim]."""
         attention = self.self_attn
         output = attention.o_proj(attended.flatten(-2))
         hidden = hidden + _out_of(self.attention_conv, output, kernels)
@@ -149,9 +145,7 @@ def _out_of(convolution: DFlashConvolution | None, x: Tensor, kernels: Tensor | 
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [..., heads, head_dim], of which as many numbers are rotated as there are angles; the
-    others follow them.
-    """
+    """Heads [..., heads, head_dim], turned as far as there are angles."""
     still = x.shape[-1] - cos.shape[-1]
     return (
         torch.cat([rotate(x[..., :-still], cos, sin), x[..., -still:]], dim=-1)

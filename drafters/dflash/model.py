@@ -1,6 +1,4 @@
-"""The network of a DFlash drafter (arXiv 2602.06036) as a module: its state dict is the checkpoint,
-and it can be trained.
-"""
+"""The network of DFlash (arXiv 2602.06036) as a module, whose state is the checkpoint."""
 
 from collections.abc import Callable
 from functools import partial
@@ -160,9 +158,7 @@ class DFlashModel(nn.Module):
 
 
 def rope_of(config: DFlashConfig, *, whole: bool) -> Rope:
-    """The rotation of heads: of all their numbers, in the order that the decoder stack wants, or of
-    the turned ones alone.
-    """
+    """The rotation of heads: all numbers in the stack's order, or the turned ones alone."""
     if config.latent is not None:
         return Rope.of(config.rope_parameters, config.latent.rope, config.max_position_embeddings)
     # mscale and mscale_all_dim describe the target's attention; drafters are trained with YaRN's

@@ -1,6 +1,4 @@
-"""A DFlash network laid out for drafting: the layers of `DFlashModel` on the decoder stack, over
-the paged cache.
-"""
+"""A DFlash network for drafting: `DFlashModel`'s layers on the decoder stack."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -105,9 +103,7 @@ class DFlashNetwork:
         caches: Sequence[Any],
         slot_mapping: Tensor,
     ) -> None:
-        """Writes what rows of the target's features [T, num_taps * H_target] contribute to every
-        layer's cache.
-        """
+        """Writes the context of features [T, num_taps * H_target] to every layer's cache."""
         rows, turn = self._context.rows(features), angles[self._rope]
         if isinstance(self._attention, MlaBackend):
             compressed, key_rope = split_latents(rows, self._config)
@@ -205,9 +201,7 @@ def _convolution(module: DFlashConvolution) -> GroupedConvolution:
 
 @torch.no_grad()
 def _pair_up(model: DFlashModel, rope: Rope) -> None:
-    """Puts the numbers of query and key heads into the order in which the decoder stack rotates
-    them.
-    """
+    """Puts numbers of query and key heads into the order in which the stack rotates them."""
     if model.config.latent is not None:
         for layer in model.layers:
             cast(LatentProjections, cast(DFlashLayer, layer).self_attn).put_halves_first(

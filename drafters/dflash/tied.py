@@ -73,9 +73,7 @@ def tie(model: nn.Module, target: Verifier) -> None:
 
 
 def checkpoint_names(model: nn.Module) -> dict[str, str]:
-    """What a checkpoint calls each tensor of a model's state, tied or not,
-    and what the model does.
-    """
+    """Names of a model's tensors in its state, by what a checkpoint calls them, tied or not."""
     return {
         name.replace("parametrizations.", "").removesuffix(".original"): name
         for name in model.state_dict()
@@ -84,9 +82,7 @@ def checkpoint_names(model: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def expanded(tensors: Mapping[str, Tensor], target: Verifier) -> dict[str, Tensor]:
-    """Tensors of a checkpoint with tables in place of projections, made in the target's type on its
-    device.
-    """
+    """Tensors of a checkpoint with tables for projections, in the target's type."""
     made = dict(tensors)
     for name in TIED:
         if name in made:

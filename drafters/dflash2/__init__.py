@@ -1,3 +1,1 @@
-"""DFlash 2 (inco.ai, z-lab/dflash 0.1.0): a candidate selector on DFlash's backbone with
-convolutions.
-"""
+"""DFlash 2 (inco.ai, z-lab/dflash 0.1.0): convolutions and a candidate selector."""

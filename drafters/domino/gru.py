@@ -25,9 +25,7 @@ MAX_WIDTH = 2**16
 """More than any head has: a width beyond comes from a damaged file."""
 
 KEYS = {"emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "use_embed_proj", "use_hidden_proj"}
-"""What `config.json` may say about this head, beside `shift_label`, which is the backbone's
-alignment.
-"""
+"""What `config.json` may say about this head; `shift_label` is the backbone's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +128,7 @@ class DominoHead(Head):
         return F.silu(self._first(torch.cat(both, dim=-1))), state
 
     def _step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One step of `torch.nn.GRU` for [..., H] and [..., S], in one kernel and two products on a
-        GPU.
-        """
+        """A step of `torch.nn.GRU` for [..., H] and [..., S]; one kernel and two products."""
         axes = torch.broadcast_shapes(x.shape[:-1], state.shape[:-1])
         x, state = (
             part.expand(*axes, part.shape[-1]).reshape(-1, part.shape[-1]) for part in (x, state)

@@ -1,3 +1,1 @@
-"""Independent draft models: a small language model, of any family that runs as a target, drafts for
-a large one.
-"""
+"""Draft models: a small language model, of any family, drafts for a large one."""

@@ -1,6 +1,4 @@
-"""An independent draft model (Leviathan et al., arXiv 2211.17192): a small language model that
-writes ahead of the large one.
-"""
+"""An independent draft model (arXiv 2211.17192): a small one writes ahead of the large one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,9 +53,7 @@ class DraftModel(SequentialDrafter):
 
 
 class BoundDraftModel(BoundSequential):
-    """A `DraftModel` in one engine; it drafts nothing for a request that is longer than the model
-    was made for.
-    """
+    """A `DraftModel` in one engine; it drafts nothing beyond the length it was made for."""
 
     def __init__(
         self,

@@ -56,9 +56,7 @@ class DraftModelNetwork(SequentialNetwork):
         return self.model.weight_bytes
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
-        """See `SequentialNetwork.forward`: the logits [n, V] of the model stand for its hidden
-        states.
-        """
+        """Logits [n, V] of the model, which stand for its hidden states."""
         token_ids = rows.token_ids
         if self.target_ids is not None:
             # of a token that it lacks it learns the place alone

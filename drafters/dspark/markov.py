@@ -205,8 +205,6 @@ class DSparkHead(Head):
 
 
 def _beside(like: Tensor, *parts: Tensor) -> Tensor:
-    """Vectors [..., n] side by side; their axes before the last are made those of `like`, where
-    they can be broadcast so.
-    """
+    """Vectors [..., n] side by side, their other axes broadcast with those of `like`."""
     axes = torch.broadcast_shapes(*(part.shape[:-1] for part in (like, *parts)))
     return torch.cat([part.expand(*axes, part.shape[-1]) for part in parts], dim=-1)

@@ -1,6 +1,4 @@
-"""`config.json` of EAGLE-3 heads, in the layout of sglang and SpecForge and in that of
-speculators.
-"""
+"""`config.json` of EAGLE-3 heads, in the layouts of sglang (and SpecForge) and speculators."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -189,9 +187,7 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
 
 
 def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any]) -> None:
-    """Refuses what would change the maths, or might: keys that nobody reads,
-    values of relatives.
-    """
+    """Refuses what might change the maths: keys that nobody reads, and values of relatives."""
     known = _OWN_KEYS | _PLAIN_VALUES.keys()
     check_known(own, known, "eagle_config")
     flat = "speculators_model_type" not in raw

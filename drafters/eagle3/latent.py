@@ -1,6 +1,4 @@
-"""Latent attention of an EAGLE-3 head's layer (DeepSeek-V2, arXiv 2405.04434), as heads of Kimi K2
-have it.
-"""
+"""Latent attention (DeepSeek-V2, arXiv 2405.04434) of an EAGLE-3 head, as for Kimi K2."""
 
 from collections.abc import Mapping
 from typing import Any

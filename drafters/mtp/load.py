@@ -43,9 +43,7 @@ def _check_sizes(raw: Mapping[str, Any]) -> None:
 
 
 def _believing(read: Callable[[], PredictionLayers]) -> PredictionLayers:
-    """What `read` returns, where transformers believes what files say: a wrong value ends in any
-    kind of error.
-    """
+    """What `read` returns; transformers believes files, whose mistakes end in any error."""
     try:
         return read()
     except SpecDecError:

@@ -1,3 +1,1 @@
-"""Drafting token by token: what EAGLE-3 heads, multi-token prediction layers and draft models
-share.
-"""
+"""Drafting token by token, as EAGLE-3 heads, prediction layers and draft models do."""

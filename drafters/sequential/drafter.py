@@ -33,9 +33,7 @@ from specdec.model.core import (
 )
 
 USUAL_DRAFTS = 7
-"""Drafts of a step at most, where a checkpoint does not say: each costs a forward, and is less sure
-than the one before it.
-"""
+"""Drafts of a step at most where a checkpoint does not say: each costs a forward."""
 
 MAX_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
@@ -66,9 +64,7 @@ class SequentialDrafter(Drafter):
 
     @property
     def weight_bytes(self) -> int:
-        """See `specdec.model.core.Drafter.weight_bytes`; drafts after the first one read them
-        again.
-        """
+        """Bytes of one forward's weights; drafts after the first one read them again."""
         return self.network.weight_bytes
 
     @property
@@ -175,9 +171,7 @@ class BoundSequential(TokenByToken):
     def commit(
         self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
     ) -> None:
-        """Keeps tokens and features of the verified rows;
-        writes what was put off when that is due.
-        """
+        """Keeps tokens and features of verified rows; writes what was put off when due."""
         width = token_ids.shape[1]
         positions = batch.positions(width)
         self._tokens.view(-1).index_copy_(
@@ -245,9 +239,7 @@ class BoundSequential(TokenByToken):
         )
 
     def _single_rows(self, batch: DecodeBatch) -> list[tuple[Tensor, AttentionMetadata]]:
-        """Position ids int64 [num_reqs] and metadata of the forwards for the drafts after the first
-        one.
-        """
+        """Position ids int64 [num_reqs] and metadata of a forward for each later draft."""
         depth, width = batch.shape.depth, batch.shape.depth + 1
         behind = 1 - self._ahead  # rows begin so far behind the anchor
         slots = batch.slot_mapping(width).view(-1, width).t().contiguous()
@@ -285,7 +277,5 @@ class BoundSequential(TokenByToken):
         )
 
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where the ring holds what belongs to positions int64 [...] of requests in `slots`, which
-        fits them.
-        """
+        """Where the ring holds positions int64 [...] of requests in `slots`."""
         return slots * self._size + positions % self._size

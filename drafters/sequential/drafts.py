@@ -39,9 +39,7 @@ class TokenByToken(BoundDrafter):
         count: int,
         single_rows: Sequence[tuple[Tensor, AttentionMetadata]],
     ) -> DraftOutput:
-        """The drafts that hidden states [num_reqs * count, ...] predict, then one of a forward of
-        each of `single_rows`.
-        """
+        """Drafts of hidden states [num_reqs * count, ...], then one forward for each more."""
         network, choose = self.network, self._guess if batch.shape.is_tree else self._choose
         choices = [choose(batch, hidden, 0, count)]
         for draft, (position_ids, metadata) in enumerate(single_rows, start=1):
@@ -125,9 +123,7 @@ class TokenByToken(BoundDrafter):
     def _guess(
         self, batch: DecodeBatch, hidden: Tensor, first: int, count: int, *, alike: bool = False
     ) -> Guesses:
-        """So many candidates as a tree of the step's size may need, if each but the likeliest ends
-        a path.
-        """
+        """As many candidates as a tree may need if each but the likeliest ends a path."""
         logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
         most = max(min(MAX_CANDIDATES, batch.k), -(-batch.k // batch.shape.depth))
         return guess(

@@ -24,9 +24,7 @@ class Rows(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What stands for a token that is not drafted yet, where a network drafts all of them in one
-    forward.
-    """
+    """What stands for a token not drafted yet, where one forward drafts all of them."""
 
     token_id: int
     features: Tensor  # [F]
@@ -47,9 +45,7 @@ class SequentialNetwork(Protocol):
     takes_trees: bool = True
     """Whether its attention serves rows that see what is above them in a tree alone."""
     mask: Mask | None = None
-    """The mask of a network that drafts all tokens in one forward; None where it takes a forward
-    for each.
-    """
+    """The mask of a network that drafts all tokens in one forward; None for others."""
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:
@@ -60,9 +56,7 @@ class SequentialNetwork(Protocol):
         """Bytes of the weights that a forward reads, with what it borrows of the target."""
 
     def condense(self, aux_hidden: Tensor) -> Tensor:
-        """Features [T, F] of positions, from the target's tapped layers side by side [T, taps * H];
-        as they are by default.
-        """
+        """Features [T, F] from tapped layers side by side [T, taps * H]; by default the same."""
         return aux_hidden
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
@@ -77,7 +71,5 @@ class SequentialNetwork(Protocol):
         """Logits [n, V'] of hidden states that `forward` gave."""
 
     def next_features(self, hidden: Tensor) -> Tensor | None:
-        """Features [n, F] of the rows that follow those of hidden states that `forward` gave; None
-        without features.
-        """
+        """Features [n, F] of the rows after those of hidden states; None without features."""
         return None

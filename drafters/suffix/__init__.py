@@ -1,3 +1,1 @@
-"""Suffix decoding: drafts copied from what a text's end was followed by before, in the request
-itself and in past outputs.
-"""
+"""Suffix decoding: drafts copied from what followed a text's end before."""

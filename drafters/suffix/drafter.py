@@ -37,9 +37,7 @@ COMPARED = 4
 LONGEST = 64
 """Most tokens of a match."""
 POOL_CONTEXT = 4
-"""Tokens of a prompt's end that the pool keeps before its output, so that the output's beginning
-can be found.
-"""
+"""Tokens of a prompt's end that are pooled, so that its output's beginning is found."""
 TREE_OCCURRENCES = 8
 """Occurrences of which a tree is made, or as many as it takes to fill it."""
 
@@ -95,9 +93,7 @@ class SuffixDrafter(Drafter):
         max_len: int,
         draft_sampling: DraftSampling,
     ) -> "BoundSuffix":
-        """See `specdec.model.core.Drafter.bind`; copied drafts are point masses under any
-        `draft_sampling`.
-        """
+        """Binds; copied drafts are point masses under any `draft_sampling`."""
         # The rows of a step reach k positions past the last one that a request may keep.
         width = max_len + self.max_draft_tokens + 1
         return BoundSuffix(
@@ -157,9 +153,7 @@ class BoundSuffix(BoundDrafter):
         ).scores
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """Drafts for every request whose last tokens occurred before: k in a chain, up to k in a
-        tree; and 0 for the others.
-        """
+        """Drafts where a request's end occurred before: k in a chain, up to k in a tree."""
         shape = batch.shape
         # Of a tree so many that there could be k drafts.
         count = (
@@ -209,9 +203,7 @@ class BoundSuffix(BoundDrafter):
     def commit(
         self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
     ) -> None:
-        """Stores the verified rows; those past the accepted ones lie beyond the next anchor, where
-        nothing looks.
-        """
+        """Stores the verified rows; nothing looks at those beyond the next anchor."""
         self._found = None
         self._store(batch, token_ids)
         if self.pool:

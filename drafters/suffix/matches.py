@@ -1,6 +1,4 @@
-"""Where a text's end occurred before, and what followed it there; every shape is known beforehand
-and the host never waits.
-"""
+"""Where a text's end occurred before, and what followed; the host never waits."""
 
 from typing import NamedTuple
 
@@ -80,17 +78,13 @@ class Found(NamedTuple):
     slots: Tensor
 
     def serves(self, batch: DecodeBatch, count: int) -> bool:
-        """Whether the best `count` of a step's texts are among these, with what follows them; the
-        host looks.
-        """
+        """Whether a step's best `count` are among these, with what follows; the host looks."""
         _, most, depth = self.continuations.shape
         return count <= most and batch.shape.depth <= depth and torch.equal(self.slots, batch.slots)
 
 
 def search(texts: Texts, limits: Limits) -> Found:
-    """What followed where the ends of requests' texts occurred before, in past texts and in their
-    own.
-    """
+    """What followed where texts' ends occurred before, in past texts and their own."""
     pool, history, slots, seq_lens, max_seq_len = texts
     count, longest, compared, shortest, depth = limits
     columns, first = history[:, :max_seq_len].index_select(0, slots), 0
@@ -104,9 +98,7 @@ def search(texts: Texts, limits: Limits) -> Found:
 
 
 def last_tokens(texts: Tensor, first: int, last: Tensor, count: int) -> Tensor:
-    """int32 [num_reqs, count]: tokens of `texts` int32 [num_reqs, width] from `last` int64
-    [num_reqs, 1] back to `first`.
-    """
+    """int32 [num_reqs, count], tokens of `texts` from `last` back to `first`."""
     places = last - torch.arange(count, device=texts.device)
     return torch.where(places >= first, texts.gather(1, places.clamp(min=0)), _BEFORE_THE_TEXT)
 

@@ -24,9 +24,7 @@ class TextPool:
         self._next = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, text: Tensor, start: Tensor, end: Tensor) -> None:
-        """Adds the tokens `start` to `end` - 1 of a text int32 [width]; both int64 [] on the
-        device. Of a long one the end.
-        """
+        """Adds tokens `start` to `end` - 1, int64 [], of a text int32 [width]; or its end."""
         start = torch.maximum(start, end - (self._size - 1))
         places = torch.arange(len(text) + 1, device=text.device)
         tokens = torch.cat([text, text.new_full((1,), NOTHING)])

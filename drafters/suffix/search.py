@@ -59,9 +59,7 @@ def _fits(device: torch.device, count: int, depth: int) -> bool:
 
 
 def check_matches(device: torch.device) -> Deviation:
-    """Texts of few different tokens, of several chunks and of one token, with and without past
-    ones.
-    """
+    """Texts of few different tokens, of several chunks and of one token, with a pool or none."""
     from drafters.suffix import triton_choice, triton_matches
 
     generator = torch.Generator().manual_seed(0)

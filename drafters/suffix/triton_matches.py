@@ -20,9 +20,7 @@ MAX_MATCHES = 64
 MAX_TOKENS = 64
 """Most tokens of an end, and of a continuation."""
 CHUNK = 1024
-"""Columns per program, or more where there would be too many programs for one to look through what
-they find.
-"""
+"""Columns per program, or more where there would be too many programs."""
 MAX_CHUNKS = 128
 
 _NOTHING = tl.constexpr(-1)
@@ -43,9 +41,7 @@ def _tokens(
 
 @triton.jit
 def _highest(key: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """The COUNT highest of different keys, in falling order,
-    and -1 for those that there are not.
-    """
+    """The COUNT highest of different keys in falling order, and -1 where there are none."""
     place = tl.arange(0, triton.next_power_of_2(COUNT))
     chosen = tl.full([triton.next_power_of_2(COUNT)], -1, tl.int32)
     highest = tl.max(key, 0)

@@ -1,3 +1,1 @@
-"""Training DFlash drafters: the target's own answers, the training loop, and the check against the
-real engine.
-"""
+"""Training DFlash drafters: the target's answers, the loop, the check against the engine."""

@@ -1,6 +1,4 @@
-"""`specdec train`: answers, training and the check against the engine, from one config file or
-flags.
-"""
+"""`specdec train`: answers, training and the check against the engine."""
 
 import argparse
 import os

@@ -1,6 +1,4 @@
-"""Everything `specdec train` can be told: one frozen dataclass whose fields are the flags and the
-keys of the config file.
-"""
+"""Everything `specdec train` can be told: the fields are flags and keys of the config file."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -392,9 +390,7 @@ BENCH_ALONE = ("shortest", "cards")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per field, in the groups of the dataclass; a flag that is not given leaves no trace
-    in the namespace.
-    """
+    """One flag per field, in the groups of the dataclass; the namespace has given ones alone."""
     names = [info.name for info in fields(TrainConfig)]
     groups = {info.metadata["group"]: None for info in fields(TrainConfig)}
     for title in groups:

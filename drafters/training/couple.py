@@ -1,6 +1,4 @@
-"""`specdec couple`: fits how far a drafter's probabilities and the target's noise are to be
-trusted; config.json keeps it.
-"""
+"""`specdec couple`: fits how far a drafter's probabilities and the noise are to be trusted."""
 
 from __future__ import annotations
 

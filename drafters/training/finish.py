@@ -167,9 +167,7 @@ def sampling_of(config: TrainConfig, answer: Answer) -> SamplingParams:
 def write_report(
     config: TrainConfig, agreements: dict[str, Agreement], about: dict[str, Any]
 ) -> Path:
-    """Writes the figures to `report.json` and returns its path; those of the first are at the top
-    level, too.
-    """
+    """Writes `report.json`, the first figures at its top level too, and returns its path."""
     path = config.folder / "report.json"
     figures = {
         name: {

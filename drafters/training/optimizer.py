@@ -1,6 +1,4 @@
-"""Optimizers on float32 masters of a model that computes in a lower precision, and the learning
-rate over the run.
-"""
+"""Optimizers on float32 masters of a model in a lower precision, and the learning rate."""
 
 import math
 from collections.abc import Iterator, Mapping

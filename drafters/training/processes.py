@@ -1,6 +1,4 @@
-"""The processes of a run: joining those that torchrun started, and ending between two steps when
-one is told to.
-"""
+"""The processes of a run: joining those of torchrun, and ending between two steps."""
 
 import os
 import signal

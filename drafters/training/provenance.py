@@ -1,6 +1,4 @@
-"""Where the files of a stage come from: settings, prompt files and versions, kept beside them and
-compared before more come.
-"""
+"""Where a stage's files come from: kept beside them, compared before more come."""
 
 import json
 import re

@@ -32,9 +32,7 @@ from specdec.device.device import resolve_device, resolve_dtype
 from specdec.session.decoder import SpecDecoder
 
 PREFILL_TOKENS = 8192
-"""Per engine step of the answers stage, which nobody watches: a full batch matters, a smooth stream
-does not.
-"""
+"""Per engine step of the answers stage: a full batch matters, a smooth stream does not."""
 
 
 def run_stages(stages: tuple[str, ...], config: TrainConfig) -> bool:

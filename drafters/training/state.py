@@ -1,6 +1,4 @@
-"""The training state on disk: one file that is replaced whole, so that a killed run resumes from
-the last one.
-"""
+"""The training state on disk: one file, replaced whole, from which a killed run resumes."""
 
 from pathlib import Path
 from typing import Any

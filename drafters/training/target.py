@@ -1,6 +1,4 @@
-"""The frozen target as training sees it: features of whole sequences, embeddings and the output
-head.
-"""
+"""The frozen target as training sees it: features of sequences, embeddings and output head."""
 
 from collections.abc import Sequence
 from typing import Any

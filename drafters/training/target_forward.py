@@ -1,6 +1,4 @@
-"""The target's forward over whole sequences, in one of two ways: as a plain module, or packed over
-a scratch paged cache.
-"""
+"""The target's forward over whole sequences: as a plain module, or over a scratch cache."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,9 +16,7 @@ from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.model.batch import ForwardInput
 
 ATTENTION_NAME = "specdec_causal"
-"""Value of `attn_implementation`. No mask function is registered under it, so Transformers builds
-no masks.
-"""
+"""Value of `attn_implementation`, under which Transformers finds no mask function."""
 
 
 def causal_attention(
@@ -189,9 +185,7 @@ class PackedForward:
 
 
 def _unpack(packed: Tensor, places: Tensor, num_rows: int, width: int) -> Tensor:
-    """Rows [n, C] at `places` int64 [n] of [R * T], as [R, T, C]; a new tensor, since autograd
-    takes none of inference mode's.
-    """
+    """Rows [n, C] at `places` int64 [n], as a new tensor [R, T, C], which autograd takes."""
     return (
         packed.new_zeros(num_rows * width, packed.shape[1])
         .index_copy_(0, places, packed)

@@ -1,6 +1,4 @@
-"""The training loop: random anchors, the target's features online, one optimizer step after the
-other.
-"""
+"""The training loop: random anchors, the target's features online, one step after the other."""
 
 import math
 import signal
@@ -49,9 +47,7 @@ FREE_TO_CHANGE = {
     "finish_prompts", "epochs", "max_steps", "max_minutes", "prompts", "answers_from",
     "answer_server", "init", "accumulation", "shard",
 }  # fmt: skip
-"""Options that may differ when a run is resumed: they change its speed or its end, not what it
-computes.
-"""
+"""Options that change a resumed run's speed or its end, not what it computes."""
 _MANY = 4  # passes over the answers behind which tau rises little
 
 
@@ -147,9 +143,7 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """How much of the run is done, in [0, 1];
-        by the clock when the run is limited in minutes.
-        """
+        """How much of the run is done, in [0, 1]; by the clock when minutes limit it."""
         if self.config.max_minutes is not None:
             return min(self.seconds / (60 * self.config.max_minutes), 1.0)
         return min(self.step / self._num_steps, 1.0)
@@ -268,17 +262,13 @@ class Trainer:
         log.say(f"train: compiled in {time.perf_counter() - started:.0f} s")
 
     def _step_progress(self) -> float:
-        """Progress at the middle of the step to come: the first step must not have a learning rate
-        of 0.
-        """
+        """Progress at the middle of the step to come, or the first learning rate were 0."""
         if self.config.max_minutes is not None:
             return max(self.progress, 1e-3)
         return (self.step + 0.5) / self._num_steps
 
     def _forward_backward(self, micro: int, totals: Tensor) -> Tensor:
-        """Leaves the gradient of the summed loss in the model, adds to `totals`, and returns the
-        sum of the weights.
-        """
+        """Leaves the summed loss's gradient, adds to `totals`; returns the weights' sum."""
         batch, share = self.batch(micro)
         features, final_hidden = self.target.features(batch)
         # Drawn for the whole batch, so that a step is the same however it is split.
@@ -339,9 +329,7 @@ class Trainer:
         return self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher, told)
 
     def batch(self, micro: int) -> tuple[SequenceBatch, slice]:
-        """Sequences of one forward of this process, padded to the longest in the whole batch, and
-        their place in it.
-        """
+        """Sequences of a forward, padded as the whole batch, and their place in it."""
         epoch, position = divmod(self.step, self._steps_per_epoch)
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = (epoch, *self._batches(epoch))
@@ -361,9 +349,7 @@ class Trainer:
         return slice(start, start + size)
 
     def _batches(self, epoch: int) -> tuple[list[list[int]], Tensor, list[Packing]]:
-        """Returns those of an epoch, on the host and on the device, and how this process packs its
-        shares.
-        """
+        """Batches of an epoch, on host and device, and how this process packs its shares."""
         config, device = self.config, self.target.device
         seed = hash((config.seed, epoch))
         batches = self.train.epoch(seed, config.batch_size, mixed=config.pack_length > 0)
@@ -377,9 +363,7 @@ class Trainer:
         return batches, torch.tensor(batches).to(device), packings
 
     def _evaluate(self, log: TrainLog, row: dict[str, Any]) -> None:
-        """Writes `row` with tau; every process evaluates,
-        so that none runs ahead into a timeout.
-        """
+        """Writes `row` with tau; all processes evaluate, so that none runs into a timeout."""
         started = time.perf_counter()
         with self.optimizer.averaged():
             result = replay(self.model, self.target, self.heldout, self.config)

@@ -141,9 +141,7 @@ class RefinerModule(nn.Module):
 
 
 class XPress(Refiner):
-    """The head of a model. A state is what c is to be without the
-    tokens to come, [..., slots to come, r] as one row.
-    """
+    """The head. A state is what c is without the tokens to come, [..., slots to come * r]."""
 
     def __init__(self, config: XPressConfig, model: nn.Module) -> None:
         self.num_passes, self._rank = config.num_passes, config.rank

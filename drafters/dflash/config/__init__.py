@@ -1,3 +1,1 @@
-"""What the files of a DFlash drafter say, in every public layout. Loading and converting read and
-write through it.
-"""
+"""What the files of a DFlash drafter say, in every public layout."""

@@ -285,9 +285,7 @@ class DFlashConfig:
         return tuple(name for name, has in found.items() if has)
 
     def untrainable(self, tensors: Container[str]) -> str:
-        """What of a checkpoint with these tensors training does not know, in words;
-        "" for nothing.
-        """
+        """What of a checkpoint with these tensors training does not know; "" for nothing."""
         own_mask = ["its own mask row"] if "mask_embedding" in tensors else []
         return " and ".join([*self.peculiarities, *own_mask])
 

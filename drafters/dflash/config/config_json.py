@@ -25,9 +25,7 @@ def config_json(config: DFlashConfig, layout: Layout, *, dtype: str) -> dict[str
 
 
 def misreading(config: DFlashConfig, layout: Layout) -> str | None:
-    """Readers that take a drafter in a layout for another one, and which layout to give them; None
-    where nobody is known to.
-    """
+    """Readers that misread this layout, and which to give them; None where none is known."""
     if layout == "speculators" and len(set(config.causal)) > 1:
         return (
             "vLLM 0.33 reads one causality for all layers of this layout, and these differ; give"
@@ -37,9 +35,7 @@ def misreading(config: DFlashConfig, layout: Layout) -> str | None:
 
 
 def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    """What both layouts say about the draft layers: a Qwen3 configuration and the rarer values of
-    the drafter.
-    """
+    """What both layouts say about layers: Qwen3's config and rarer values of the drafter."""
     windows = {window for window in config.windows if window is not None}
     require(
         len(windows) <= 1,

@@ -124,9 +124,7 @@ _FAMILIES = {
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """The family of a drafter with this `config.json`; plain DFlash for classes that are not
-    listed.
-    """
+    """The family of a drafter with this `config.json`; plain DFlash for unlisted classes."""
     name = architecture_of(raw)
     if raw.get("speculators_model_type") == "dflare":
         name = "DFlareDraftModel"

@@ -1,6 +1,4 @@
-"""Which head a `config.json` gives to DFlash's backbone,
-and under which names checkpoints have it.
-"""
+"""Which head a `config.json` gives to DFlash's backbone, and its names in checkpoints."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -191,9 +191,7 @@ def _head_dim(keys: Keys, family: Family, default: int) -> int:
 
 
 def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any], family: Family) -> None:
-    """Refuses what would change the maths, or might: keys that nobody reads, and values of
-    relatives.
-    """
+    """Refuses what might change the maths: keys that nobody reads, and values of relatives."""
     plain = PLAIN_VALUES | _PLAIN_VALUES | dict(family.plain_values)
     known = _OWN_KEYS | HEAD_KEYS | plain.keys()
     check_known(own, known, "dflash_config")
@@ -305,9 +303,7 @@ def _layer_kinds(
 
 
 def _recommended(raw: Mapping[str, Any], keys: Keys) -> int | None:
-    """How many tokens to draft, as the layout of speculators names it, or a key of our own; None
-    where nothing does.
-    """
+    """How many tokens to draft, by speculators' key or our own; None where none says it."""
     methods = section(raw, "speculators_config").get("proposal_methods") or []
     valid = isinstance(methods, list) and all(isinstance(method, Mapping) for method in methods)
     require(valid, f"proposal_methods is {methods!r}; it must be a list of objects")

@@ -1,6 +1,4 @@
-"""The first stage: the target itself writes the answers that its drafter learns from; every answer
-has a place and a seed.
-"""
+"""The first stage: the target writes the answers that its drafter learns from."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,9 +119,7 @@ def write_answers(
 
 
 def plan_answers(config: TrainConfig, prompts: PromptSet) -> dict[str, Sequence[Job]]:
-    """File names and the answers each holds, held-out ones first; a prompt's seeds do not depend on
-    the others.
-    """
+    """File names and the answers each holds, held-out ones first; seeds are a prompt's own."""
 
     def job(prompt: TrainingPrompt, temperature: float, sample: int) -> Job:
         return Job(
@@ -176,9 +172,7 @@ class _Writer:
                 self._fits(job, self._tokenize(job))
 
     def start(self, job: Job) -> tuple[list[int], SamplingParams] | None:
-        """Prompt and sampling of an answer; None when its prompt is too long and may be
-        left out.
-        """
+        """Prompt and sampling of an answer; None when its prompt is too long and left out."""
         prompt_ids = self._tokenize(job)
         if not self._fits(job, prompt_ids):
             self.num_skipped += 1
@@ -204,9 +198,7 @@ class _Writer:
         )
 
     def record(self, result: GenerationResult, job: Job) -> tuple[list[Row], Job | None]:
-        """What an answer leaves in its file; and the job of the user's next turn, if there is one
-        and it fits.
-        """
+        """What an answer leaves in its file, and the job of the user's next turn, if any."""
         row: Row = {
             "prompt_ids": result.prompt_token_ids,
             "answer_ids": result.token_ids,

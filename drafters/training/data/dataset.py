@@ -1,6 +1,4 @@
-"""Answers as the training loop reads them: one compact token tensor on the device, and batches of
-sequences of like length.
-"""
+"""Answers for the training loop: a compact tensor of tokens, and batches of like length."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -151,9 +149,7 @@ class AnswerSet:
         return self._tokens.bincount(weights, minlength=vocab_size).long()
 
     def take(self, chosen: Sequence[int], indices: Tensor, longest: int) -> SequenceBatch:
-        """The sequences `chosen`, which are `indices` int64 [S] on the device, none longer than
-        `longest`.
-        """
+        """The sequences `chosen`, `indices` int64 [S] on the device, padded to `longest`."""
         width = -(-longest // self.bucket) * self.bucket
         positions = torch.arange(width, device=self._tokens.device)
         lengths = self._lengths[indices]

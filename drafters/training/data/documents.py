@@ -104,9 +104,7 @@ def texts_of(answers: Sequence[str]) -> Texts:
 
 
 def document_prompt(texts: Texts, random: Random) -> tuple[str, str]:
-    """A kind and a prompt of that kind; all kinds are equally likely, and code is one where there
-    are programs.
-    """
+    """A kind, all equally likely, and a prompt of it; code only where there are programs."""
     kinds = {**_KINDS, "code": _code} if texts[1] else _KINDS
     kind = random.choice(list(kinds))
     return kind, kinds[kind](texts, random)

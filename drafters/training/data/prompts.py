@@ -1,6 +1,4 @@
-"""Prompts to train on: files, versions of questions with other numbers and names,
-the target's own.
-"""
+"""Prompts to train on: files, versions of questions with other numbers, the target's own."""
 
 import re
 from collections.abc import Sequence
@@ -45,9 +43,7 @@ class TrainingPrompt:
 
 @dataclass(slots=True)
 class PromptSet:
-    """Prompts of a run: those to train on, those held out, and the worked examples for few-shot
-    prompts.
-    """
+    """Prompts to train on and those held out, and worked examples for few-shot prompts."""
 
     train: list[TrainingPrompt]
     heldout: list[TrainingPrompt]

@@ -1,6 +1,4 @@
-"""Training blocks: where they start, what they are given, what they must say, and their forward
-through the drafter.
-"""
+"""Training blocks: where they start, what they are given, what they must say, their forward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,9 +45,7 @@ class SequenceBatch:
         return self.packing.pack(positions.expand_as(self.token_ids), self.lengths)
 
     def at(self, x: Tensor, positions: Tensor) -> Tensor:
-        """What rows [S, T, C], or packed ones [R, L, C], have at positions int64 [S, n] of the
-        sequences, [S, n, C].
-        """
+        """What rows [S, T, C], or packed [R, L, C], have at positions int64 [S, n]."""
         count, width = self.token_ids.shape
         first = torch.arange(0, count * width, width, device=positions.device)
         first = first if self.packing is None else self.packing.places
@@ -116,9 +112,7 @@ def _in_order(anchors: Tensor, valid: Tensor, length: int) -> tuple[Tensor, Tens
 
 
 def make_blocks(batch: SequenceBatch, anchors: Tensor, valid: Tensor, *, num_rows: int) -> Blocks:
-    """Labels of the blocks at `anchors` int64 [S, N]: row k = 1, 2, ... predicts the token at the
-    anchor's position + k.
-    """
+    """Labels of blocks at `anchors` int64 [S, N]: row k predicts the anchor's position + k."""
     length = batch.token_ids.shape[1]
     positions = anchors[:, :, None] + torch.arange(1, num_rows + 1, device=anchors.device)
     labels = batch.token_ids.gather(1, positions.clamp(max=length - 1).flatten(1)).view_as(

@@ -29,9 +29,7 @@ OTHERS = 256
 ANCHORS = 32
 """Blocks at once."""
 NEIGHBORS = 0.1
-"""How far the weights of neighboring slots are expected to be apart: late slots are reached too
-seldom to stand alone.
-"""
+"""How far apart weights of neighboring slots may be: late ones are seldom reached."""
 
 
 class Choices(NamedTuple):

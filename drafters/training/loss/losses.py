@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Step = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""`(hidden, labels, valid, previous, teacher_hidden, context) -> (loss, weight, matches)` of some
-blocks.
-"""
+"""`(hidden, labels, valid, previous, teacher_hidden, context) -> (loss, weight, matches)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +88,7 @@ def dpace_weights(label_probs: Tensor, valid: Tensor, alpha: float, candidates: 
 
 
 def block_weights(label_probs: Tensor, valid: Tensor, config: LossConfig) -> Tensor:
-    """float32 [..., K], of rows whose labels have these probabilities [..., K]; 0 where `valid` is
-    False.
-    """
+    """float32 [..., K] of rows whose labels have these probabilities; 0 where not `valid`."""
     if config.gamma is None:
         return dpace_weights(label_probs, valid, config.dpace_alpha, config.dpace_candidates)
     return decay_weights(valid.shape[-1], config.gamma, valid.device) * valid

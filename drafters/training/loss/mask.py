@@ -42,9 +42,7 @@ def visible(
     key: Tensor,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """Whether block row `query` of `sequence` sees `key`; index tensors that broadcast, keys
-    counted from the first feature.
-    """
+    """Whether block row `query` of `sequence` sees `key`; all broadcast."""
     causal, window = kind
     block, row = query // block_size, query % block_size
     anchor = anchors[sequence, block]
@@ -166,9 +164,7 @@ class BlockAttention:
 
 
 def _in_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles of keys bool [S, Q, K] chooses, int32 [S, 1, Q], and which, int32 [S, 1, Q,
-    K].
-    """
+    """Numbers int32 [S, 1, Q], and indices int32 [S, 1, Q, K], of chosen tiles bool [S, Q, K]."""
     chosen = tiles[:, None].int()
     order = chosen.argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(dim=-1, dtype=torch.int32), order.int()

@@ -121,9 +121,7 @@ def _forward(model: DFlashModel, length: int, rows: int) -> Tensor:
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], Any]) -> int:
-    """Bytes of the tensors that autograd keeps of a forward, each once, the model's weights left
-    out.
-    """
+    """Bytes of the tensors that autograd keeps of a forward, without the model's weights."""
     found: dict[int, Tensor] = {}
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
 

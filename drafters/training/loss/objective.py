@@ -136,9 +136,7 @@ class Objective:
         context: Tensor,
         head: Lattice,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The backbone's loss, and the cross-entropy of each label among its slot's candidates
-        behind the label before.
-        """
+        """The backbone's loss, and each label's cross-entropy behind the label before."""
         config = self._config
         loss, weight, _ = block_loss(base, labels, valid, config, teacher)
         tokens, held = _with_labels(base, labels, head.num_candidates)
@@ -196,9 +194,7 @@ class Objective:
     def _confidence(
         self, final: Tensor, teacher: Tensor | None, hidden: Tensor, previous: Tensor, valid: Tensor
     ) -> Tensor:
-        """Binary cross-entropy with 1 - TV, the probability that rejection sampling accepts a
-        draft, summed over the rows.
-        """
+        """Binary cross-entropy with 1 - TV, the probability that a draft is accepted."""
         assert self._head is not None and teacher is not None, (
             "confidences learn from the target's distribution"
         )

@@ -79,9 +79,7 @@ class Packing:
 
     @property
     def starts(self) -> Tensor:
-        """int64 [R, D], where the sequence of each slot begins in its row; 0 where there is
-        none.
-        """
+        """int64 [R, D], where the sequence of each slot begins in its row; 0 without one."""
         return self.by_slot(self.places % self.length)
 
     def by_slot(self, x: Tensor) -> Tensor:
