@@ -1,6 +1,4 @@
-"""Sampled text does not depend on drafts: chains and trees, coupled to the target's noise or not,
-against plain decoding.
-"""
+"""Sampled text does not depend on drafts, coupled to the target's noise or not."""
 
 from functools import cache
 from typing import Any
@@ -45,9 +43,7 @@ COUPLING = Coupling(
 
 
 class Case:
-    """A target, prompts that all differ, what plain decoding writes with a seed each, and logits to
-    draft from.
-    """
+    """A target, unlike prompts, what plain decoding writes, and logits to draft from."""
 
     def __init__(self) -> None:
         model = plain_model("llama")
@@ -114,9 +110,7 @@ PAIRS = [(way, "coupled") for way in WAYS] + [
 
 @pytest.mark.parametrize(("way", "draft_sampling"), PAIRS)
 def test_the_tokens_of_hundreds_of_seeds(way: str, draft_sampling: str) -> None:
-    """Greedy and sampled requests with every filter in one batch: token for token those of plain
-    decoding.
-    """
+    """Greedy and sampled requests with every filter in one batch: plain decoding's."""
     requests = drafted(way, draft_sampling)
     assert [request.output_token_ids for request in requests] == [
         request.output_token_ids for request in case().plain

@@ -1,6 +1,4 @@
-"""Whatever a head corrects, what comes out is what plain decoding writes; no step waits for the
-device.
-"""
+"""Whatever a head corrects, what comes out is plain decoding's; no step waits."""
 
 from functools import cache
 from typing import Any
@@ -63,9 +61,7 @@ def small_head(config: HeadConfig) -> Head:
 
 
 class Case:
-    """A target, prompts, what plain decoding writes greedily and with seeds, and logits to draft
-    from.
-    """
+    """A target, prompts, what plain decoding writes, and logits to draft from."""
 
     def __init__(self) -> None:
         model = plain_model("llama")
@@ -142,9 +138,7 @@ def test_drawn_drafts_of_a_whole_drafter(name: str) -> None:
 def test_a_refiner_is_told_the_token_before_the_anchor(
     shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a prompt, an accepted path and a step without drafts: catches one of another row, or
-    of another request.
-    """
+    """Behind a prompt, a path, a step without drafts: catches another row or request."""
     found, propose = set[tuple[int, int, int]](), BoundDFlash.propose
 
     def noted(self: BoundDFlash, batch: DecodeBatch) -> DraftOutput:

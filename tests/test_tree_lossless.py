@@ -1,6 +1,4 @@
-"""Draft trees of every shape, right along every one of their paths: output equals plain output,
-token for token, in float32.
-"""
+"""Draft trees of every shape, right along every path: plain output, token for token."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -43,9 +41,7 @@ SERVING = [name for name, make in (CONFIGS | LATENT_CONFIGS).items() if serves_t
 
 
 def decode(name: str, drafts: int, batch: int, **changes: Any) -> list[list[int]]:
-    """Outputs with trees of other shapes, a star and a chain among them, each right along another
-    path every step.
-    """
+    """Outputs with trees of other shapes, each right along another path every step."""
     verifier, outputs = case(name, MAX_TOKENS)
     drafter = ScriptedTrees(outputs, random_trees(5, drafts, seed=drafts))
     return run(
@@ -67,18 +63,14 @@ def ways() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "drafts", "batch", "depth"), list(ways()))
 def test_greedy_equals_generate(name: str, drafts: int, batch: int, depth: int) -> None:
-    """Requests join and leave a batch; trees deeper than the windows; results read at once or one
-    step late.
-    """
+    """Requests join and leave; trees beyond the windows; results at once or late."""
     assert decode(name, drafts, batch, pipeline_depth=depth) == list(
         case(name, MAX_TOKENS)[1].values()
     )
 
 
 def test_every_draft_is_the_last_of_a_path() -> None:
-    """What the drafter was right about is accepted to the last draft, and nothing behind it; every
-    draft has its turn.
-    """
+    """What was right is accepted to the last draft, and nothing behind it."""
     verifier, outputs = case("llama", MAX_TOKENS)
     drafts, prompts = 12, list(outputs)
     shapes = [[(7 * row + seed) % (row + 1) for row in range(drafts)] for seed in range(5)]
@@ -107,9 +99,7 @@ def test_every_draft_is_the_last_of_a_path() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_many_drafts_in_short_paths(depth: int) -> None:
-    """Rows reach far behind the tokens that a step can add,
-    into blocks that nobody else may have.
-    """
+    """Rows reach far behind a step's tokens, into blocks that nobody else may have."""
     verifier, outputs = case("llama", MAX_TOKENS)
     shapes = [[(row + seed) // 6 for row in range(MAX_NODES)] for seed in range(5)]
     drafter = ScriptedTrees(outputs, shapes)

@@ -1,6 +1,4 @@
-"""Configs with one value changed, which every reader of drafters has to take or refuse in
-a line.
-"""
+"""Configs with one value changed, which every reader of drafters takes or refuses in a line."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -42,9 +40,7 @@ def changed(raw: Mapping[str, Any], place: Place, key: str, value: object) -> di
 
 
 def check_any_value(raw: Mapping[str, Any], place: Place, target: Any) -> None:
-    """Every key of an object with every kind of value: nothing raises, as doctor reads it, and
-    nothing takes two lines.
-    """
+    """Every key with every kind of value: nothing raises, and nothing takes two lines."""
     inner: Any = raw
     for part in place:
         inner = inner[part]

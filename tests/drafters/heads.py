@@ -43,9 +43,7 @@ def headed(
     draft_sampling: str = "greedy",
     tensors: dict[str, Tensor] | None = None,
 ) -> tuple[BoundDFlash, Rig]:
-    """A drafter read from its checkpoint, with the context of both requests, whose token of each
-    position has its number.
-    """
+    """A drafter read from its checkpoint, with the context of both requests."""
     write_tiny_dflash(path, config, tensors=tensors or head_tensors(config))
     verifier = FakeVerifier()
     rig = Rig(load_dflash(path, verifier=verifier), verifier, draft_sampling=draft_sampling)

@@ -24,9 +24,7 @@ from tests.helpers.bounds import assert_as_exact
 from verifiers.load import load_verifier
 
 MIXED = replace(TINY, windows=(16, 16, None), causal=(True, True, False))
-"""Sliding layers that are causal, and a full one that is not, as z-lab's drafters have been since
-Qwen3.5.
-"""
+"""Causal sliding layers and a full one that is not, as z-lab's since Qwen3.5."""
 
 CONFIGS = {
     "full layers": TINY,
@@ -169,9 +167,7 @@ EAGLES = (
 
 @pytest.mark.parametrize("layout", EAGLES)
 def test_eagle3(layout: str, tmp_path: Path) -> None:
-    """Through the other layout and back; what sglang has no words for is refused, and z-lab has
-    none for any.
-    """
+    """Through the other layout and back; what sglang or z-lab has no words for is refused."""
     row = next(row for row in rows() if row.layout == layout)
     (tmp_path / "a").mkdir()
     write(tmp_path / "a", shrunk(row.config), row)
@@ -247,9 +243,7 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
 def test_tied_tables_are_written_whole(layout: str, tmp_path: Path) -> None:
-    """Catches projections that other programs would take for tables,
-    and tables of another target.
-    """
+    """Catches projections that others would take for tables, and another target's tables."""
     # by its name; nothing to say of readers or license
     assert convert("smollm2-dflash", tmp_path / "made", layout) is None
     source = shipped_drafter_path()

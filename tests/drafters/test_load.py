@@ -242,9 +242,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 def test_heads_of_eagle_and_eagle_2_are_refused_by_name(
     names: list[str] | None, form: str, tmp_path: Path
 ) -> None:
-    """Their tensors tell, whatever model their config names: by every command, and before a
-    tokenizer is missed.
-    """
+    """Their tensors tell, whatever their config names: by every command."""
     shapes = {
         "fc.weight": (32, 64),
         "embed_tokens.weight": (97, 32),

@@ -23,9 +23,7 @@ from tests.helpers.tiny_models import paged_verifier, plain_greedy
 
 
 def naive(tokens: list[int], k: int, longest: int, shortest: int) -> list[int]:
-    """Drafts by the definition: longest match first, latest first, copied with wrap-around at the
-    end of the text.
-    """
+    """Drafts by the definition: longest, then latest match, copied with wrap-around."""
     for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for end in range(len(tokens) - 2, n - 2, -1):
             if tokens[end - n + 1 : end + 1] == tokens[-n:]:
@@ -146,9 +144,7 @@ def test_against_plain_python(texts: list[list[int]], k: int, limits: list[int])
 def test_trees_against_plain_python(
     texts: list[list[int]], shape: BlockShape, limits: list[int]
 ) -> None:
-    """The likeliest paths behind the best matches; more of them where a tree could not be filled
-    otherwise.
-    """
+    """The likeliest paths behind the best matches; more where they fill no tree."""
     shortest, longest = limits
     most = max(TREE_OCCURRENCES, -(-shape.drafts // shape.depth))
     draft = tree_of(
@@ -169,9 +165,7 @@ def test_trees_against_plain_python(
 
 
 def test_a_tree_holds_what_a_chain_misses() -> None:
-    """The text has gone on in two ways; the chain is the later one, and the target takes the
-    earlier.
-    """
+    """The text went on in two ways; the chain is the later, the target takes the earlier."""
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3, 7, 8, 9, 1, 2, 3]
     assert propose([text], 4) == [[7, 8, 9, 1]]
     draft = tree_of([text, [5]], BlockShape(12, 4))
@@ -185,18 +179,14 @@ def test_a_tree_holds_what_a_chain_misses() -> None:
 
 
 def test_a_longer_match_weighs_more() -> None:
-    """Than several shorter ones, and equal ones by their age: with one draft, the tree is the
-    chain's first.
-    """
+    """Than shorter ones, equal ones by age: with one draft, the tree is the chain's first."""
     texts = [[1, 2, 3, 9, 2, 5, 9, 2, 5, 1, 2], [7, 1, 5, 7, 2, 5, 7]]
     draft = tree_of(texts, BlockShape(1, 1))
     assert draft.token_ids.tolist() == [[3], [2]]
 
 
 def test_over_several_steps() -> None:
-    """History grows by what was accepted; rejected drafts, old requests and other slots leave no
-    trace.
-    """
+    """History grows by what was accepted; drafts, old requests and slots leave no trace."""
     drafter = NGramDrafter(prompt_lookup_max=4)
     rig = Rig(drafter, FakeVerifier(), num_reqs=3)
     generator = torch.Generator().manual_seed(1)

@@ -1,6 +1,4 @@
-"""Drafters whose logits are no numbers: they cost time, and neither change an output nor end the
-engine.
-"""
+"""Drafters whose logits are no numbers cost time, and change no output."""
 
 import math
 from collections.abc import Callable
@@ -94,9 +92,7 @@ def plain() -> list[list[int]]:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, value: float, whole: bool) -> None:
-    """All logits that drafts are made of are `value`, or those of a column in the midst and of the
-    last.
-    """
+    """All logits of drafts are `value`, or those of a column in the midst and the last."""
     of, guess, choose = Drafts.of, TokenByToken._guess, TokenByToken._choose
     columns = slice(None) if whole else [7, -1]
 

@@ -41,9 +41,7 @@ def page() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_the_page_drafts_and_changes_no_output(page: dict[str, Any], by_name: bool) -> None:
-    """By its registered name and as an object: greedy outputs are those of plain decoding, and
-    drafts were accepted.
-    """
+    """By its registered name and as an object: plain outputs, and accepted drafts."""
     verifier, tokenizer = paged_verifier(plain_model("llama")), tiny_tokenizer()
     drafter = find_drafter("bigrams" if by_name else page["Bigrams"]())(verifier)
     config = EngineConfig(
@@ -88,9 +86,7 @@ def test_the_page_keeps_its_own_rule(page: dict[str, Any]) -> None:
 
 
 def test_the_page_draws_trees(page: dict[str, Any]) -> None:
-    """Of whole engines the output is that of plain decoding, whatever is chosen; some drafts are
-    accepted; nothing waits.
-    """
+    """Whole engines output plain text, whatever is chosen; nothing waits."""
     verifier, tokenizer = paged_verifier(plain_model("llama")), tiny_tokenizer()
     prompts = random_prompts(5)
     for shape in ({"tree_nodes": 12}, {"num_draft_tokens": "auto"}):

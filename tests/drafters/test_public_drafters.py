@@ -1,6 +1,4 @@
-"""How many public drafters load; `python -m tests.checks.public_drafters` says what is in the way
-of the others.
-"""
+"""How many public drafters load; `tests.checks.public_drafters` says why others do not."""
 
 from collections import Counter
 from dataclasses import replace
@@ -17,9 +15,7 @@ LEAST = {"DFlash": 87, "EAGLE-3": 53, "MTP": 29 + ASSISTANTS}
 """Rows of each family that load; a number here only grows."""
 
 RUN = {"DFlash": 58, "EAGLE-3": 33}
-"""The same on one GPU of 192 GB, with targets and tokenizers; drafts of all of them are compared
-with somebody else's code.
-"""
+"""The same on one GPU of 192 GB; all drafts are compared with others' code."""
 
 IN_TESTS = {"DFlash": 50, "EAGLE-3": 11}
 """Of these, the rows that a test compares."""

@@ -1,6 +1,4 @@
-"""The drafter that comes with the package: its files, who gets it, and what it is worth on the
-embedded model.
-"""
+"""The drafter in the package: its files, who gets it, and what it is worth."""
 
 import hashlib
 import re

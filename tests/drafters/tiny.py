@@ -102,9 +102,7 @@ def write_tiny_dflash(
 
 
 def tapped(target: Qwen3ForCausalLM, token_ids: Sequence[int], layer_ids: Sequence[int]) -> Tensor:
-    """Outputs [len(token_ids), taps * H] of decoder layers, 0-based and not the last,
-    side by side.
-    """
+    """Outputs [len(token_ids), taps * H] of decoder layers, 0-based, side by side."""
     states = target(torch.tensor([list(token_ids)]), output_hidden_states=True).hidden_states
     return torch.cat([states[i + 1][0] for i in layer_ids], dim=-1)
 
@@ -165,9 +163,7 @@ def sampling_tensors(num_reqs: int, temperature: float = 0.0) -> SamplingTensors
 
 
 class Rig:
-    """Drives a drafter by hand as the engine would: slots, shuffled cache blocks, prefill chunks,
-    steps.
-    """
+    """Drives a drafter by hand as an engine would: slots, blocks, chunks, steps."""
 
     def __init__(
         self,
@@ -206,9 +202,7 @@ class Rig:
     def prefill(
         self, request: int, features: Tensor, start: int, token_ids: Tensor | None = None
     ) -> None:
-        """Hands over features [n, taps * H] of positions from `start` on, and tokens int64 [n],
-        zeros where none are given.
-        """
+        """Hands over features [n, taps * H] from `start` on, and tokens int64 [n]."""
         n = features.shape[0]
         tokens = torch.zeros(n, dtype=torch.long) if token_ids is None else token_ids
         positions = torch.arange(start, start + n)
@@ -252,9 +246,7 @@ class Rig:
         num_accepted: Sequence[int],
         features: Tensor | None = None,
     ) -> None:
-        """Ends the step with the verified rows [num_reqs, k + 1] and their features [num_reqs * (k
-        + 1), taps * H].
-        """
+        """Ends the step with verified rows [num_reqs, k + 1] and their features."""
         self.commit_tensors(batch, token_ids, torch.tensor(list(num_accepted)), features)
 
     def commit_tensors(
@@ -284,9 +276,7 @@ def overfit(
     steps: int = 60,
     lr: float = 0.01,
 ) -> float:
-    """Trains `model` on one text until it knows it, every position an anchor, and returns the last
-    loss.
-    """
+    """Trains `model` until it knows one text, every position an anchor; the last loss."""
     config, length = model.config, len(token_ids)
     width = config.block_size
     tokens, positions = torch.tensor(list(token_ids)), torch.arange(length)

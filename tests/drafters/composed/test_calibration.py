@@ -15,9 +15,7 @@ from tests.helpers.guards import no_host_sync
 
 
 def test_promises_are_put_right() -> None:
-    """The second part's drafts are right all along; that is seen while the first drafts, and soon
-    it is the second's turn.
-    """
+    """The second part is right all along; soon it is the second's turn."""
     rig = rig_of(Fixed([3, 4, 5], [3.0, 3.0]), Fixed([7, 8, 9], [0.5, 0.5]))
     turns = []
     for _ in range(8):
@@ -41,9 +39,7 @@ def test_promises_are_put_right() -> None:
 
 
 def test_drafts_that_may_have_gone_on_are_not_held_against_a_part() -> None:
-    """The first drafts and errs; the second has all that came out,
-    and nobody knows how much more.
-    """
+    """The first errs; the second has all that came out, and nobody knows how much more."""
     rig = rig_of(
         Fixed([7, 9, 9], [3.5, 3.5]), Fixed([7, 8, 9], [3.0, 3.0]), Fixed([7, 6, 9], [3.0, 3.0])
     )
@@ -68,9 +64,7 @@ def test_drafts_that_may_have_gone_on_are_not_held_against_a_part() -> None:
 
 
 def test_calibration_against_running_means() -> None:
-    """Errors by drafter and size of forecast, chains apart from trees; what does not count leaves
-    no trace.
-    """
+    """Errors by drafter and forecast, chains apart from trees; padding leaves no trace."""
     calibration = Calibration(2, torch.device("cpu"))
     forecasts = torch.tensor([[2.0, 2.0, 9.0], [2.0, 0.0, 0.5]])
     # what a model may make of rows that only pad a batch

@@ -35,9 +35,7 @@ from tests.helpers.tiny_models import (
 
 
 def test_the_highest_forecast_drafts() -> None:
-    """For every request for itself; of equal ones the first part; a part that gives fewer drafts is
-    filled up.
-    """
+    """For every request; of equal ones the first part; fewer drafts are filled up."""
     rig = rig_of(
         Fixed([3, 4, 5, 6], [2.0, 0.5]), Fixed([7, 8], [1.5, 0.6]), Fixed([9, 10, 11], None)
     )
@@ -148,9 +146,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_output_is_that_of_plain_decoding(
     case: tuple[Verifier, dict[tuple[int, ...], list[int]]], way: str, sampling: dict[str, Any]
 ) -> None:
-    """Copies beside models that tap other layers and draft fewer tokens, one of them token by
-    token.
-    """
+    """Copies beside models that tap other layers and draft fewer, one token by token."""
     verifier, prompts = case[0], [list(prompt) for prompt in case[1]]
     models = [
         random_dflash(verifier, block_size=4 + seed, seed=seed, taps=taps)
@@ -170,9 +166,7 @@ def test_output_is_that_of_plain_decoding(
 def test_the_better_part_comes_to_draft_and_is_told(
     case: tuple[Verifier, dict[tuple[int, ...], list[int]]],
 ) -> None:
-    """Neither promises anything; the second is right, also after a preemption, and the statistics
-    say whose drafts they were.
-    """
+    """Neither promises anything; the second is right, and statistics say so."""
     verifier, outputs = case
     drafter = ComposedDrafter([ScriptedDrafter(outputs, 4, [{0}]), ScriptedDrafter(outputs, 4)])
     specs = sum(spec.bytes_per_token(verifier.dtype) for spec in verifier.kv_specs)
@@ -274,9 +268,7 @@ def test_trees_of_different_depths() -> None:
 
 
 class Star(Fixed):
-    """Its tokens are candidates for one position, the first with probability 0.5, the next with
-    half of that.
-    """
+    """Its tokens are candidates for one position, the first with 0.5, the next with half."""
 
     draws_trees = True
 
@@ -290,9 +282,7 @@ class Star(Fixed):
 
 
 def test_trees_are_united_as_far_as_they_are_trusted() -> None:
-    """The best of both at first; what is never accepted gives way; it is told whose tree had what
-    was accepted.
-    """
+    """The best of both at first; what is never accepted gives way; whose it was is told."""
     rig = rig_of(Star([3, 4, 5, 6], None), Star([13, 14, 5, 16], None))
     found, parts = [], []
     for _ in range(12):

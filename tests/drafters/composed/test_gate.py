@@ -32,9 +32,7 @@ def taught(gains: dict[float, float], *, models: float, rest: float) -> Gate:
 
 
 def test_models_pay_while_they_add_more_than_they_take() -> None:
-    """Half as long again for a step: it has to give half as many tokens again,
-    of the whole batch.
-    """
+    """Half as long again for a step has to give half as many tokens again, of the batch."""
     gate = taught({0.0: 0.6, 3.0: 1.9, 7.0: 4.1}, models=0.5, rest=1.0)
     assert [gate.pays(KIND, [forecast]) for forecast in (0.0, 3.0, 7.0)] == [True, False, True]
     assert gate.pays(KIND, [0.0, 3.0]) is False  # 2.5 of 5
@@ -127,9 +125,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_output_and_no_later_draft_depends_on_it(verifier: Verifier, name: str) -> None:
-    """A model that is left out of most steps drafts, when it does, what it would have drafted
-    anyway.
-    """
+    """A model left out of most steps drafts, when it does, what it would have anyway."""
     sampled, options = CASES[name]
     sampling = SamplingParams(max_tokens=40, ignore_eos=True, **sampled)
     always, every, _ = run(verifier, lambda *_: True, sampling, **options)
@@ -142,9 +138,7 @@ def test_no_output_and_no_later_draft_depends_on_it(verifier: Verifier, name: st
 
 
 def test_who_is_never_left_out(verifier: Verifier) -> None:
-    """A drafter that writes the last step's context when it drafts, and any on a device that the
-    host would wait for.
-    """
+    """A drafter that writes late, and any on a device that the host would wait for."""
 
     def refuse(kind: Any, forecasts: Sequence[float]) -> bool:
         raise AssertionError("nobody asks")
@@ -165,9 +159,7 @@ def test_who_is_never_left_out(verifier: Verifier) -> None:
 
 
 def test_it_learns_while_decoding(verifier: Verifier) -> None:
-    """Of a random model that nobody agrees with, hardly any steps remain; the target's tokens are
-    copies.
-    """
+    """Of a random model few steps remain; the target's tokens are copies."""
     asked: list[int] = []
     drafter = ComposedDrafter([SuffixDrafter(max_draft_tokens=4), random_dflash(verifier)])
     config = EngineConfig(

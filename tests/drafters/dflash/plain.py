@@ -38,9 +38,7 @@ def bound(
 
 
 def dense_hidden(model: DFlashModel, features: Tensor, embeddings: Tensor) -> Tensor:
-    """Hidden states of one block over contiguous context, without a cache: what the paged drafter
-    must reproduce.
-    """
+    """Hidden states of one block over contiguous context: what paged drafters reproduce."""
     start, width = features.shape[0], embeddings.shape[0]
     causal = torch.ones(width, start + width, dtype=torch.bool).tril(start)
     keys, values = model.context_kv(features, torch.arange(start))

@@ -1,6 +1,4 @@
-"""The convolutions of DFlash 2: against the public `dflash` package, between blocks, and as new
-ones.
-"""
+"""DFlash 2's convolutions: against the public `dflash` package, between blocks, and new ones."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,9 +23,7 @@ CONVOLVED = replace(TINY, conv_kernel_size=3, conv_group_size=8)
 
 
 def test_formula() -> None:
-    """Both sides of a convolution are those of the public package, over two blocks and three rows
-    of each.
-    """
+    """Both sides of a convolution are the public package's, over two blocks."""
     torch.manual_seed(0)
     ours, hidden = DFlashConvolution(CONVOLVED), torch.randn(2, TINY.block_size, TINY.hidden_size)
     theirs = reference.GroupedDynamicCausalConv(TINY.hidden_size, 3, 8)
@@ -75,9 +71,7 @@ def test_blocks_packed_in_a_row() -> None:
 
 
 def test_what_trains_is_what_drafts() -> None:
-    """The module has the states of the network on the decoder stack; catches a convolution on the
-    wrong side of its sublayer.
-    """
+    """The module has the network's states; catches a convolution on the wrong side."""
     drafter, verifier, rig = bound(CONVOLVED)
     model = tiny_model(CONVOLVED)
     hidden = drafter.draft_hidden(rig.batch([3, 5], [9, 14], 7))
@@ -91,9 +85,7 @@ def test_what_trains_is_what_drafts() -> None:
 
 
 def test_new_ones_change_nothing() -> None:
-    """A DFlash drafter with new convolutions is that drafter, so that they can be trained from
-    there.
-    """
+    """A drafter with new convolutions is that drafter, so that training can start there."""
     model = DFlashModel(CONVOLVED)
     missing = model.load_state_dict(tiny_tensors(), strict=False)
     assert len(missing.missing_keys) == 4 * TINY.num_hidden_layers and not missing.unexpected_keys

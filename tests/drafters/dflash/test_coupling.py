@@ -1,6 +1,4 @@
-"""Fitted weights of q and noise: interpolated by temperature, used where drafts are sampled, and
-never what is output.
-"""
+"""Fitted weights of q and noise: interpolated, used where sampled, never what is output."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,9 +49,7 @@ FITTED = Coupling(
     ],
 )
 def test_interpolation(temperature: float, low: int, high: int, share: float) -> None:
-    """Between the neighbors in temperature, beyond the ends the outermost;
-    each request by its own.
-    """
+    """Between the neighbors in temperature, beyond the ends the outermost; by request."""
     fitted, temperatures = (
         CouplingTable(FITTED, torch.device("cpu")),
         torch.tensor([1.0, temperature]),

@@ -1,6 +1,4 @@
-"""Context that steps without drafts put off: drafts after them are those of a drafter that never
-does.
-"""
+"""Context that steps without drafts put off: drafts are as if none had been."""
 
 from collections.abc import Iterator
 from itertools import chain, repeat
@@ -31,9 +29,7 @@ Drafts = dict[tuple[int, int], list[int]]
 def run(
     pattern: list[int], monkeypatch: pytest.MonkeyPatch, **changes: Any
 ) -> tuple[list[list[int]], Drafts, list[str]]:
-    """Tokens of three requests, the drafts of each by its slot and length, and what became of each
-    step's context.
-    """
+    """Tokens of three requests, drafts by slot and length, and each step's context."""
     verifier = paged_verifier(plain_model("llama"))
     options = {
         "max_num_seqs": 3,
@@ -112,9 +108,7 @@ def test_without_what_was_put_off_drafts_differ(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_slot_begins_without_what_its_last_owner_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a count that a new request inherits, whose prompt would be overwritten with features
-    of another.
-    """
+    """Catches a count that a new request inherits, with features of another."""
     verifier = paged_verifier(plain_model("llama"))
     drafter = random_dflash(verifier, block_size=4)
     config = EngineConfig(

@@ -42,9 +42,7 @@ def verifier_of(dtype: torch.dtype) -> FakeVerifier:
 
 
 def test_state_dict_is_the_checkpoint() -> None:
-    """The module has the names and shapes of the public layout, so that what it trains is a
-    checkpoint.
-    """
+    """The module has the public layout's names and shapes: what it trains is a checkpoint."""
     hidden, inner, width, query, kv = 32, 48, 16, 64, 32  # of TINY
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
@@ -90,9 +88,7 @@ def test_state_dict_is_the_checkpoint() -> None:
 
 
 def test_sizes_beyond_any_tensor() -> None:
-    """A damaged file asks for more bytes than can be counted; that is said in a line, before
-    anything is read.
-    """
+    """A damaged file asks for too many bytes; a line says so before anything is read."""
     with pytest.raises(
         CheckpointError, match="asks for larger tensors than there can be; download it again"
     ):
@@ -114,18 +110,14 @@ FITS: list[tuple[DFlashConfig, str]] = [
 
 @pytest.mark.parametrize(("config", "message"), FITS)
 def test_another_target_is_refused(config: DFlashConfig, message: str) -> None:
-    """A drafter made for another target drafts garbage without any error; making it ready says what
-    differs.
-    """
+    """A drafter of another target drafts garbage without an error; this says what differs."""
     with pytest.raises(CheckpointError, match=message) as caught:
         tiny_drafter(FakeVerifier(), config)
     assert "\n" not in str(caught.value)
 
 
 def test_attention_backend_is_asked() -> None:
-    """The draft layers' own shape, windows and direction are what the target's kind of backend must
-    serve.
-    """
+    """The target's kind of backend must serve the layers' own shape, windows, direction."""
     asked: list[AttentionSpec] = []
 
     class Picky(TorchRefBackend):
@@ -152,9 +144,7 @@ def test_attention_backend_is_asked() -> None:
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("sample_from_anchor", [False, True])
 def test_row_alignment(sample_from_anchor: bool, k: int) -> None:
-    """The whole block runs: anchor and masks. Same-position: the first k masks predict. Next-token:
-    anchor and k - 1 masks do.
-    """
+    """The whole block runs, anchor and masks; the first k rows of its kind predict."""
     config = replace(
         TINY, block_size=8 if sample_from_anchor else 9, sample_from_anchor=sample_from_anchor
     )
@@ -209,9 +199,7 @@ BLOCKS: dict[str, DFlashConfig] = {
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_k_only_cuts_the_block(kind: str, draft_sampling: str) -> None:
-    """Drafts at any k begin like those of the whole block, also where rows see later ones; a causal
-    block runs no spare ones.
-    """
+    """Drafts at any k begin like the whole block's; a causal block runs no spare rows."""
     config = BLOCKS[kind]
     drafter, verifier, rig = bound(config, draft_sampling=draft_sampling)
     temperature = 0.0 if draft_sampling == "greedy" else 1.3
@@ -232,9 +220,7 @@ def test_k_only_cuts_the_block(kind: str, draft_sampling: str) -> None:
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_drafting_writes_what_it_says(kind: str) -> None:
-    """Drafting fills exactly the positions that `num_lookahead_tokens` reserves from L on, of its
-    own requests alone.
-    """
+    """Drafting fills exactly the reserved positions from L on, of its own requests."""
     for k in (1, 3):
         config = BLOCKS[kind]
         drafter, _, rig = bound(config)
@@ -252,9 +238,7 @@ def test_drafting_writes_what_it_says(kind: str) -> None:
 
 
 def test_jetspec_runs_a_causal_block(tmp_path: Path) -> None:
-    """A row sees none after it: the drafts of k rows are the first of the whole block's, from a
-    forward of those rows alone.
-    """
+    """A row sees none after it: k rows draft the first of the whole block's."""
     path = write_tiny_dflash(tmp_path / "d")
     raw = json.loads((path / "config.json").read_text())
     raw["dflash_config"] |= {"causal": None, "causal_head": True}
@@ -297,9 +281,7 @@ def test_weights_take_the_targets_type() -> None:
 
 
 def test_runs_share_the_weights() -> None:
-    """Binding allocates nothing for weights, also where they are packed; and one run's caches are
-    not the other's.
-    """
+    """Binding allocates nothing for weights, packed or not; runs have their own caches."""
     verifier = verifier_of(torch.bfloat16)
     drafter = tiny_drafter(verifier)
 

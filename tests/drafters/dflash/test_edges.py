@@ -1,6 +1,4 @@
-"""Chains and trees over a head's edges: scores by hand, DDTree's heap, coupled and drawn drafts,
-and no wait for the device.
-"""
+"""Chains and trees over a head's edges: scores by hand, DDTree's heap, drawn drafts."""
 
 import math
 from dataclasses import replace
@@ -60,9 +58,7 @@ def correction(
 def edges_by_hand(
     config: Any, request: int, depth: int, count: int
 ) -> tuple[list[list[int]], list[list[list[float]]]]:
-    """Candidates of every slot, the best first, and the table of `logprobs_of`; states are those
-    along the best chain.
-    """
+    """Candidates of slots, best first, and `logprobs_of` along the best chain."""
     hidden, logits = backbone(config, request)
     tensors, log_q = head_tensors(config), logits.log_softmax(-1)
     columns = log_q.topk(count).indices.tolist()
@@ -87,9 +83,7 @@ def edges_by_hand(
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_trees_over_edges(kind: str, tmp_path: Path) -> None:
-    """The heap's tree over edges computed by hand, its tokens, and the drafts that it promises;
-    nothing waits.
-    """
+    """The heap's tree over edges by hand, its tokens and forecast; nothing waits."""
     config = with_head(HEADS[kind], sample_from_anchor="rnn" in kind)
     drafter, rig = headed(tmp_path / "drafter", config)
     drafter.forecasts = True
@@ -111,9 +105,7 @@ def test_trees_over_edges(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gated", "rnn of few", "selector"])
 def test_chains_over_edges(kind: str, tmp_path: Path) -> None:
-    """The best candidate behind the one before; without a trained confidence the drafts' own
-    probabilities are the forecast.
-    """
+    """The best candidate behind the one before; its probabilities are the forecast."""
     config = with_head(HEADS[kind], sample_from_anchor="rnn" in kind)
     drafter, rig = headed(tmp_path / "drafter", config)
     batch = rig.batch(ANCHORS, LENGTHS, 6)
@@ -141,9 +133,7 @@ def test_chains_over_edges(kind: str, tmp_path: Path) -> None:
 
 
 def only_compared(logits: Tensor, added: Tensor) -> Tensor:
-    """Corrections of the 6 likeliest tokens, which stay as likely as they were together; of no
-    others.
-    """
+    """Corrections of the 6 likeliest tokens, together as likely as before; of no others."""
     compared = logits.topk(6).indices
     gained = (logits + added)[compared].logsumexp(0) - logits[compared].logsumexp(0)
     return torch.zeros_like(added).index_copy(0, compared, added[compared] - gained)
@@ -151,9 +141,7 @@ def only_compared(logits: Tensor, added: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["vanilla", "selector"])
 def test_coupled_drafts(kind: str, tmp_path: Path) -> None:
-    """What the target would choose with its noise if it had the corrected logits, both weighted: of
-    all tokens or candidates.
-    """
+    """What the target would choose with its noise from corrected, weighted logits."""
     # of log q and of the noise, by slot
     trust, believed = torch.linspace(0.1, 1.1, 7), torch.linspace(1.2, 0.3, 7)
     coupling = Coupling((1.0,), (tuple(trust.tolist()),), (tuple(believed.tolist()),))
@@ -211,9 +199,7 @@ def test_coupled_drafts(kind: str, tmp_path: Path) -> None:
 def test_drawn_drafts_leave_the_targets_distribution(
     config: MarkovConfig, candidates: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chi-square of three tokens over several steps, with filters: q is the distribution of the
-    draws, on its own support.
-    """
+    """Chi-square of three tokens over several steps, with filters: q is the draws'."""
     size = toy_target.V
     torch.manual_seed(4)
     model = torch.nn.Module()

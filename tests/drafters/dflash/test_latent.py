@@ -1,6 +1,4 @@
-"""Drafters with latent attention (Kimi K3's DSpark as vLLM's `kimi_k3/nvidia/dspark_mla.py` has it)
-against formulas.
-"""
+"""Latent attention (Kimi K3's DSpark, as in vLLM's `dspark_mla.py`) against formulas."""
 
 import json
 import math
@@ -137,9 +135,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def frequencies() -> Tensor:
-    """YaRN's (arXiv 2309.00071): divided by the factor where a wave is longer than the original
-    context.
-    """
+    """YaRN's (arXiv 2309.00071): divided where a wave is longer than the old context."""
     rope = CONFIG["rope_parameters"]
     exponents = torch.arange(0, ROPE, 2, dtype=torch.float64) / ROPE
 
@@ -161,9 +157,7 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def expected_hidden(t: dict[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
-    """Final hidden states [B, H] of rows behind as many positions as there are features [C, taps *
-    H].
-    """
+    """Final hidden states [B, H] of rows behind features [C, taps * H]."""
     start, width = len(features), len(block)
     own = torch.arange(start, start + width)
     if "fc_norm.0.weight" in t:

@@ -26,9 +26,7 @@ Layers = list[tuple[int | None, bool]]
 
 
 def vllm_0_33(raw: Mapping[str, Any]) -> Layers:
-    """A stated causality holds for all layers, and the flag of speculators is one; else sliding
-    layers are causal.
-    """
+    """A stated causality holds for all layers; else sliding layers are causal."""
     own = dict(raw.get("dflash_config") or {})
     if "speculators_model_type" in raw:
         own["causal"] = not raw.get("sliding_window_non_causal", True)
@@ -47,9 +45,7 @@ def vllm_0_33(raw: Mapping[str, Any]) -> Layers:
 
 
 def vllm_0_23(raw: Mapping[str, Any]) -> Layers:
-    """No window is read, and no causality but that of `dflash_config`, which speculators' layout
-    does not have there.
-    """
+    """No window is read, and no causality but that of `dflash_config`."""
     layers = raw.get("transformer_layer_config", raw)["num_hidden_layers"]
     return [(None, (raw.get("dflash_config") or {}).get("causal", False))] * layers
 
@@ -127,9 +123,7 @@ def vllm_head(raw: Mapping[str, Any]) -> tuple[int, int, bool]:
 @pytest.mark.parametrize("from_anchor", [True, False])
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
 def test_vllm_finds_the_head(layout: Layout, from_anchor: bool) -> None:
-    """Catches a rank that only our own loader finds, and rows that are taken for those of the next
-    position.
-    """
+    """Catches a rank that only our loader finds, and rows of the next position."""
     config = replace(TINY, head=MarkovConfig(rank=4), sample_from_anchor=from_anchor)
     raw = config_json(config, layout, dtype="float32")
     assert vllm_head(raw) == (4, config.mask_token_id, from_anchor)

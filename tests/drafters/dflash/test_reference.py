@@ -1,6 +1,4 @@
-"""Against the public `dflash` package: the same hidden states and logits, and the same tokens from
-whole generations.
-"""
+"""Against the public `dflash` package: hidden states, logits, and whole generations."""
 
 import copy
 import time
@@ -72,9 +70,7 @@ class ReferenceRequest:
 
     @torch.inference_mode()
     def draft_hidden(self, context: torch.Tensor, anchor: int, k: int) -> torch.Tensor:
-        """Hidden states [k, H] of the first k of a whole block's masks; `context` are the features
-        since the last round.
-        """
+        """Hidden states [k, H] of a block's first masks; `context` are new features."""
         first, self.start = self.start, self.start + context.shape[0]
         width = TINY.block_size
         tokens = torch.tensor([[anchor] + [self.mask] * (width - 1)])
@@ -91,9 +87,7 @@ class ReferenceRequest:
 
 
 def their_model(path: Path, config: DFlashConfig) -> Any:
-    """The public class of this kind; DFlash 2 has a selector, which has no part in its hidden
-    states and logits.
-    """
+    """The public class of this kind; DFlash 2's selector has no part in hidden states."""
     if not config.convolves:
         return reference.DFlashDraftModel.from_pretrained(path, dtype=torch.float32).eval()
     raw = Qwen3Config.from_pretrained(path)
@@ -103,9 +97,7 @@ def their_model(path: Path, config: DFlashConfig) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_states_and_logits(kind: str, tmp_path: Path) -> None:
-    """Every kind of layer, two requests that accept differently, a context that outgrows the
-    window, k that varies.
-    """
+    """Every kind of layer, unlike requests, a context beyond the window, k that varies."""
     target, verifier = tiny_target(), FakeVerifier()
     path = write_tiny_dflash(tmp_path / "drafter", KINDS[kind])
     theirs = their_model(path, KINDS[kind])
@@ -153,9 +145,7 @@ def test_hidden_states_and_logits(kind: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A drafter that knows some of the target's greedy output, so that it accepts from none to all
-    of a block.
-    """
+    """A drafter that knows some of the greedy output: it accepts none to all of a block."""
     target = tiny_target()
     text = [0, 1, 2, 3, 4, *plain_greedy(target, range(5), 60)]
     model = tiny_model()
@@ -184,9 +174,7 @@ def generate(trained: Path, k: int) -> list[Request]:
 
 
 def before_the_end(num_emitted: list[int]) -> list[int]:
-    """The steps that begin with room for a whole block; in later ones the public loop runs a
-    shorter block, and ours does not.
-    """
+    """Steps with room for a whole block; the public loop runs shorter ones later."""
     starts = accumulate(num_emitted, initial=1)
     return [
         count
@@ -215,9 +203,7 @@ def test_whole_generations(trained: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_generations_that_use_a_part_of_the_block(trained: Path, k: int) -> None:
-    """At a smaller k, every step accepts what the first k drafts of the public model's whole block
-    deserve.
-    """
+    """At a smaller k, steps accept what the first k of the public whole block deserve."""
     target = tiny_target()
     model = reference.DFlashDraftModel.from_pretrained(trained, dtype=torch.float32).eval()
     seen = set()

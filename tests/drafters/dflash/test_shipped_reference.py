@@ -50,9 +50,7 @@ def decoder(backbone: Path) -> SpecDecoder:
 
 @pytest.mark.slow
 def test_the_public_package_accepts_the_same(decoder: SpecDecoder, public: Any) -> None:
-    """Catches a checkpoint that only our loader reads rightly, and an engine that drafts otherwise
-    than the public loop.
-    """
+    """Catches a checkpoint that only we read rightly, and drafts unlike the public loop's."""
     tally, summary = check(decoder, public, CHATS, TOKENS)
     assert (tally.differing, tally.equal) == (0, tally.steps), summary
     assert tally.steps >= 2 * TOKENS // 8, summary
@@ -65,9 +63,7 @@ def test_the_check_notices_shifted_taps(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Catches a check that finds everything equal: with taps one layer higher on one side, counts
-    differ and tokens do not.
-    """
+    """Catches a check that finds all equal: shifted taps on one side must differ."""
     monkeypatch.setattr(
         public, "target_layer_ids", [layer + 1 for layer in public.target_layer_ids]
     )
@@ -125,9 +121,7 @@ def test_what_counts_as_a_difference(
     printed: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Catches a difference that is excused though no tie, steps compared after one, and a tie that
-    fails the command.
-    """
+    """Catches an excused difference, steps compared after one, and a failing tie."""
     theirs = Generation([5, 6, 7, 8, 9], [2, 2], [[gap] * 3] * 2)
     logits = torch.zeros(1, 1, 10)
     logits[..., 8] = gap

@@ -247,9 +247,7 @@ def rms(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, theta: float, turned: int, spread: int) -> Tensor:
-    """`turned` leading numbers of heads [..., D] in halves, with angles `theta ** (-2i / spread)`;
-    the others stay.
-    """
+    """`turned` leading numbers of heads [..., D] in halves, by `theta ** (-2i / spread)`."""
     frequencies = theta ** -(torch.arange(0, turned, 2, dtype=torch.float64) / spread)
     angles = positions[:, None].double() * frequencies
     cos, sin = (
@@ -288,9 +286,7 @@ def rotated(kind: str, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def expected_hidden(kind: str, t: dict[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
-    """Final hidden states [B, H] of the rows `block`, behind as many positions as there are
-    `features` [C, taps * H].
-    """
+    """Final hidden states [B, H] of the rows `block` behind `features` [C, taps * H]."""
     start, width = len(features), len(block)
     before, own = torch.arange(start), torch.arange(start, start + width)
     positions = torch.cat([before, own])

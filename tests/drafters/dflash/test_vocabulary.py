@@ -30,9 +30,7 @@ FLOATS = (torch.float32, torch.float64)
 
 
 def test_reduced_vocabulary() -> None:
-    """Drafts are target ids, through the offsets; candidates name the target token of every draft
-    probability.
-    """
+    """Drafts are target ids, by the offsets; candidates name those of probabilities."""
     drafter, _, rig = bound(REDUCED)
     batch = rig.batch([3, 5], [9, 14], 4)
     own = drafter.logits(drafter.draft_hidden(batch))
@@ -48,9 +46,7 @@ def test_reduced_vocabulary() -> None:
 
 
 def test_probabilistic_drafts() -> None:
-    """Dense probabilities, and tokens drawn from them with the numbers of the drafted positions L+1
-    .. L+k.
-    """
+    """Dense probabilities, and tokens drawn with the numbers of positions L+1 .. L+k."""
     drafter, _, rig = bound(draft_sampling="probabilistic")
     batch = rig.batch([3, 5], [9, 14], 6, temperature=1.3)
     logits = drafter.logits(drafter.draft_hidden(batch))
@@ -111,9 +107,7 @@ def test_scale_and_softcap(
 def test_scales_unlike_the_targets(
     scale: float | None, softcap: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training does as the target and refuses them; drafting says which scale of embeddings it
-    takes.
-    """
+    """Training does as the target and refuses them; drafting says which scale it takes."""
     alike = (scale, softcap) in ((None, None), (6.0, 20.0))
     verifier = FakeVerifier()
     verifier.embedding_scale, verifier.final_softcap = 6.0, 20.0
@@ -157,9 +151,7 @@ def test_own_embeddings_and_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
 def test_load(layout: Any, tmp_path: Path) -> None:
-    """One loader for both layouts; the loaded drafter has the protocol's numbers and drafts like
-    the one in memory.
-    """
+    """One loader for both layouts, which drafts like the one in memory."""
     verifier = FakeVerifier()
     drafter = load_dflash(write_tiny_dflash(tmp_path / "d", layout=layout), verifier=verifier)
     assert drafter.aux_layer_ids == (1, 2, 4) and drafter.max_draft_tokens == 7

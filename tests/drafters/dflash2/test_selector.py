@@ -25,9 +25,7 @@ def public(path: Path) -> Any:
 
 
 def test_drafts_are_the_authors(tmp_path: Path) -> None:
-    """Read by name from our checkpoint, the public selector takes the same path; the best tokens of
-    all slots are another.
-    """
+    """Read by name, the public selector takes the same path, unlike the best tokens."""
     drafter, rig = headed(tmp_path / "drafter", CONFIG)
     theirs, lm_head = public(tmp_path / "drafter"), FakeVerifier().head
     batch = rig.batch(ANCHORS, LENGTHS, K)
@@ -40,9 +38,7 @@ def test_drafts_are_the_authors(tmp_path: Path) -> None:
 
 
 def test_probabilities_are_the_authors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Along the path that we drew, the public selector draws from the same probabilities of the
-    same candidates.
-    """
+    """Along our path, the public selector draws from the same probabilities."""
     drafter, rig = headed(tmp_path / "drafter", CONFIG, draft_sampling="probabilistic")
     theirs, lm_head = public(tmp_path / "drafter"), FakeVerifier().head
     batch = rig.batch(ANCHORS, LENGTHS, K, temperature=40.0)
@@ -75,9 +71,7 @@ def test_probabilities_are_the_authors(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_edges_are_those_of_speculators(tmp_path: Path) -> None:
-    """Their selector takes our weights by name, and behind every candidate scores the others as we
-    do.
-    """
+    """Their selector takes our weights by name, and scores candidates as we do."""
     public = speculators("models.dflash2.model_definitions")
     drafter, rig = headed(tmp_path / "drafter", CONFIG)
     model = drafter.drafter.model

@@ -139,9 +139,7 @@ def test_state_dict_is_the_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("stated", "drafts"), [(True, 8), (False, 7), (None, 7)])
 def test_alignment(stated: bool | None, drafts: int) -> None:
-    """`shift_label` says which row predicts the first draft; SpecForge's default is the one behind
-    the anchor.
-    """
+    """`shift_label` says which row predicts first; SpecForge's is behind the anchor."""
     raw = config_json(domino(), "z-lab", dtype="float32")
     own = raw["dflash_config"]
     del own["sample_from_anchor"]
@@ -152,9 +150,7 @@ def test_alignment(stated: bool | None, drafts: int) -> None:
 
 
 def test_formula() -> None:
-    """Corrections behind known tokens, as training has them,
-    against a GRU over the whole sequence.
-    """
+    """Corrections behind known tokens, as in training, against a GRU over the sequence."""
     config, table = domino(), torch.randn(VOCAB, HIDDEN)
     tensors, model = tensors_of(config), DFlashModel(config)
     model.load_state_dict(tensors)
@@ -180,9 +176,7 @@ def test_formula() -> None:
     ("shift_label", "prefix", "k"), [(True, 1, 8), (True, 0, 3), (False, 1, 7), (False, 0, 7)]
 )
 def test_drafts_are_the_authors(shift_label: bool, prefix: int, k: int, tmp_path: Path) -> None:
-    """In either alignment; a state that misses a token, or a prefix that is corrected, drafts
-    something else.
-    """
+    """In either alignment; a state without a token, or a corrected prefix, differs."""
     config = domino(shift_label, prefix)
     drafter, rig, verifier = drafting(tmp_path / "drafter", config)
     found = drafter.propose(rig.batch(ANCHORS, LENGTHS, k)).token_ids.tolist()
@@ -197,9 +191,7 @@ def test_drafts_are_the_authors(shift_label: bool, prefix: int, k: int, tmp_path
 
 
 def test_what_is_drawn_says_its_distribution(tmp_path: Path) -> None:
-    """Probabilistic drafts come from the corrected logits behind the tokens that were drawn, and
-    say so.
-    """
+    """Probabilistic drafts come from logits corrected behind drawn tokens, and say so."""
     config = domino()
     drafter, rig, verifier = drafting(tmp_path / "drafter", config, draft_sampling="probabilistic")
     draft = drafter.propose(rig.batch(ANCHORS, LENGTHS, 8, temperature=0.8))

@@ -1,6 +1,4 @@
-"""A draft model's drafts are its own text, and the target's output is as it would be
-without them.
-"""
+"""A draft model's drafts are its own text, and the target's output is as without them."""
 
 from pathlib import Path
 from typing import Any
@@ -38,9 +36,7 @@ K = 4
 def draft_model(
     verifier: Verifier, name: str = "qwen3", *, k: int = K, seed: int = 5, **changes: Any
 ) -> tuple[Any, DraftModel]:
-    """A tiny model as transformers runs it, and as a drafter of `verifier`; `changes` are made to
-    its config.
-    """
+    """A tiny model in transformers, and as a drafter of `verifier`; with config `changes`."""
     model = plain_model(name, seed, **changes)
     drafter = DraftModel(paged_verifier(model), verifier, max_draft_tokens=k)
     network: Any = drafter.network
@@ -107,9 +103,7 @@ def target() -> Verifier:
     ],
 )
 def test_drafts_are_those_of_generate(target: Verifier, name: str, depth: int) -> None:
-    """Families of each kind, batches of unlike lengths, prompts in chunks; catches a shift and a
-    row that is missing or stays.
-    """
+    """Families, batches of unlike lengths, chunks; catches shifted or missing rows."""
     model, drafter = draft_model(target, name)
     _, _, noted = noted_run(target, drafter, random_prompts(5), pipeline_depth=depth)
     check_drafts(model, drafter.network, noted[::4], least=10)
@@ -152,9 +146,7 @@ def test_output_does_not_depend_on_drafts(target: Verifier, k: int) -> None:
 def test_a_model_that_drafts_for_itself_is_always_right(
     target: Verifier, k: int, temperature: float
 ) -> None:
-    """Every step gives k + 1 tokens, sampled ones as well, since drafts are chosen with the noise
-    of the target's choice.
-    """
+    """Every step gives k + 1 tokens, sampled too: drafts see the target's noise."""
     _, drafter = draft_model(target, "llama", k=k, seed=0)
     for request in run(
         target, drafter, random_prompts(4), temperature=temperature, max_tokens=1 + 3 * (k + 1)
@@ -164,9 +156,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
 
 @pytest.mark.parametrize("vocabulary", [90, 128])
 def test_vocabularies_of_unlike_sizes(target: Verifier, vocabulary: int) -> None:
-    """Drafts are tokens that both have; of others in the text a smaller model sees the
-    place alone.
-    """
+    """Drafts are tokens that both have; of others a smaller model sees the place alone."""
     model, drafter = draft_model(target, vocab_size=vocabulary)
     _, requests, noted = noted_run(target, drafter, random_prompts(4))
     assert max(token for one in noted for token in one.drafts) < min(vocabulary, VOCAB)
@@ -179,9 +169,7 @@ def test_vocabularies_of_unlike_sizes(target: Verifier, vocabulary: int) -> None
 
 
 def test_beyond_its_own_length_it_drafts_nothing(target: Verifier) -> None:
-    """As far as the model goes it is always right; from there on steps give one token, and the text
-    is the target's.
-    """
+    """As far as the model goes it is right; from there on steps give one token."""
     _, drafter = draft_model(target, "llama", seed=0, max_position_embeddings=20)
     (plain,) = run(target, None, [[5, 6, 7]], max_tokens=40)
     (drafted,) = run(target, drafter, [[5, 6, 7]], max_tokens=40)
@@ -192,9 +180,7 @@ def test_beyond_its_own_length_it_drafts_nothing(target: Verifier) -> None:
 
 
 def test_beside_another_drafter(target: Verifier) -> None:
-    """Each has its own caches in the target's blocks, and the one that is right is believed before
-    long.
-    """
+    """Each has caches in the target's blocks; the one that is right is soon believed."""
     model = plain_model("gemma4_shared")
     verifier = paged_verifier(model)
     both = ComposedDrafter(

@@ -58,9 +58,7 @@ def test_state_dict_is_the_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_formula(kind: str) -> None:
-    """Corrections of a block behind known tokens, as training has them, against the paper's slot by
-    slot.
-    """
+    """Corrections behind known tokens, as in training, against the paper's slot by slot."""
     config = with_head(replace(FULL, kind=kind), sample_from_anchor=True)
     tensors, model = head_tensors(config), DFlashModel(config)
     model.load_state_dict(tensors)
@@ -136,9 +134,7 @@ def authors_chain(config: Any, request: int, k: int) -> list[int]:
     ("kind", "from_anchor"), [("vanilla", True), ("vanilla", False), ("gated", True), ("rnn", True)]
 )
 def test_drafts_are_the_authors(kind: str, from_anchor: bool, k: int, tmp_path: Path) -> None:
-    """In either alignment; reading a row too late, or the wrong token before, drafts something
-    else.
-    """
+    """In either alignment; a row too late, or the wrong token before, drafts otherwise."""
     config = with_head(MarkovConfig(8, kind), sample_from_anchor=from_anchor)
     drafter, rig = headed(tmp_path / "drafter", config)
     draft = drafter.propose(rig.batch(ANCHORS, LENGTHS, k))
@@ -155,9 +151,7 @@ def test_drafts_are_the_authors(kind: str, from_anchor: bool, k: int, tmp_path: 
 
 
 def test_candidates_that_are_the_whole_vocabulary(tmp_path: Path) -> None:
-    """Restricted to that many candidates, a head drafts as without; restricted to one, as without a
-    head.
-    """
+    """Restricted to so many candidates, as without; restricted to one, as without a head."""
     full = with_head(MarkovConfig(8), sample_from_anchor=True)
     for top_k, expected in (
         (VOCAB, [authors_chain(full, r, 7) for r in range(2)]),
@@ -169,9 +163,7 @@ def test_candidates_that_are_the_whole_vocabulary(tmp_path: Path) -> None:
 
 
 def test_reduced_vocabulary(tmp_path: Path) -> None:
-    """W1 has a row for each token of the target, W2 for each that can be drafted; one by one, and
-    on candidates.
-    """
+    """W1 has a row for each token of the target, W2 for each that can be drafted."""
     for top_k in (None, 30):
         config = with_head(
             MarkovConfig(8, draft_top_k=top_k), sample_from_anchor=True, draft_vocab_size=30
@@ -193,9 +185,7 @@ def test_reduced_vocabulary(tmp_path: Path) -> None:
 
 
 def test_bytes_that_a_step_reads(tmp_path: Path) -> None:
-    """W1 is read by rows; W2 whole for each of eight slots, or by rows, too, where few candidates
-    are corrected.
-    """
+    """W1 is read by rows; W2 whole for eight slots, or by rows for few candidates."""
     plain = headed(
         tmp_path / "plain", with_head(MarkovConfig(8, draft_top_k=5), sample_from_anchor=True)
     )[0].drafter

@@ -1,6 +1,4 @@
-"""Random EAGLE-3 heads for `tiny_models`' Llama, in both layouts, and a head in plain torch from
-the paper's formulas.
-"""
+"""Random EAGLE-3 heads for a tiny Llama, in both layouts, and one in plain torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,9 +57,7 @@ SPECULATORS: dict[str, Any] = {
 def head_tensors(
     raw: Mapping[str, Any], extra: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, Tensor]:
-    """Random weights, norms around 1, and for a reduced vocabulary a map to every second token;
-    `extra` are further shapes.
-    """
+    """Random weights, norms around 1, a map to every second token; `extra` shapes."""
     generator = torch.Generator().manual_seed(1)
     config, tensors = parse_config(raw), {}
     for name, shape in {**tensor_shapes(config), **(extra or {})}.items():

@@ -1,6 +1,4 @@
-"""Checkpoints of EAGLE-3 heads: what is read from them, and what is refused, by name and before it
-could lower acceptance.
-"""
+"""Checkpoints of EAGLE-3 heads: what is read, and what is refused by name."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,9 +156,7 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "said"), TENSORS, ids=[said for _, said in TENSORS])
 def test_tensors_that_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    """Missing ones, others than the config asks for, and a map of the vocabulary that cannot be
-    one.
-    """
+    """Missing ones, others than the config asks for, and an impossible vocabulary map."""
     tensors = {
         name: tensor
         for name, tensor in {**head_tensors(SGLANG), **changes}.items()
@@ -193,9 +189,7 @@ def test_a_head_of_another_target(tmp_path: Path) -> None:
 
 
 def test_sglangs_names_of_further_layers(tmp_path: Path) -> None:
-    """The norm before attention is `hidden_norm` in all layers, of which only the first has another
-    one beside it.
-    """
+    """The norm before attention is `hidden_norm`; only the first layer has another too."""
     raw = {**SGLANG, "num_hidden_layers": 2}
     tensors = head_tensors(raw)
     renamed = {
@@ -210,9 +204,7 @@ def test_sglangs_names_of_further_layers(tmp_path: Path) -> None:
 
 
 def test_a_mask_is_of_a_parallel_head_alone() -> None:
-    """What it drafts at most is what it was trained for;
-    a mask outside the vocabulary is refused.
-    """
+    """It drafts at most what it was trained for; a mask outside the vocabulary is refused."""
     raw = {**SPECULATORS, "speculators_model_type": "peagle", "mask_token_id": 3}
     config = parse_config(raw)
     assert config.mask_token_id == 3 and config.max_draft_tokens == 3

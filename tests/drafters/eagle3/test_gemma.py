@@ -37,9 +37,7 @@ def gemma_logits(
     taps: Tensor,
     drafts: list[int],
 ) -> Tensor:
-    """Logits [k, V] of `drafts` after `text`, each from all pairs anew;
-    see `heads.paper_logits`.
-    """
+    """Logits [k, V] of `drafts` after `text`, from all pairs anew; see `heads.paper_logits`."""
     w = {name.removeprefix("layers.0."): tensor for name, tensor in tensors.items()}
     heads, same = raw["num_attention_heads"], raw["attention_k_eq_v"]
     groups = heads // (raw["num_global_key_value_heads"] if same else raw["num_key_value_heads"])

@@ -226,9 +226,7 @@ def test_a_class_decides_what_layers_are_like(name: str, model_type: str) -> Non
 
 
 def test_a_head_that_drafts_in_parallel_under_another_name(tmp_path: Path) -> None:
-    """Exports for vLLM name the class of EAGLE-3, and the mask as it does, whose features may be a
-    row.
-    """
+    """Exports for vLLM name EAGLE-3's class, and the mask, whose features may be a row."""
     raw = {**SGLANG, "ptd_token_id": 5, "parallel_drafting": True}
     assert algorithm_of(raw) == "peagle" and parse_config(raw).mask_token_id == 5
     tensors = head_tensors(raw)

@@ -1,6 +1,4 @@
-"""Heads with latent attention beside a target that has it, against transformers' own attention on
-an input of twice the width.
-"""
+"""Latent heads beside a target that has it, against transformers' own attention."""
 
 from typing import Any
 
@@ -100,9 +98,7 @@ def plain_layer(raw: dict[str, Any], tensors: dict[str, Tensor], table: Tensor) 
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_of_transformers_attention(name: str) -> None:
-    """In a running engine; catches a scale, an order of rotated numbers, a norm or a cached row
-    that is wrong.
-    """
+    """In a running engine; catches a scale, a rotation, a norm or a cached row."""
     model, raw = plain_model("deepseek_v3"), {**KIMI, **CASES[name]}
     verifier, tensors = paged_verifier(model), head_tensors(raw)
     drafter = eagle3_drafter(parse_config(raw), dict(tensors), verifier)

@@ -1,6 +1,4 @@
-"""Drafts of EAGLE-3 heads in a running engine against the paper's formulas, and against the public
-`speculators` package.
-"""
+"""Drafts of EAGLE-3 heads in an engine against the paper, and against `speculators`."""
 
 from pathlib import Path
 from typing import Any
@@ -84,9 +82,7 @@ TAPS: dict[str, tuple[dict[str, Any], list[int]]] = {
 @pytest.mark.parametrize("taps", TAPS)
 @pytest.mark.parametrize("own_embeddings", [False, True])
 def test_the_papers_formulas(taps: str, own_embeddings: bool, tmp_path: Path) -> None:
-    """sglang's layout, with a reduced vocabulary; other taps, or a token of another position, are
-    noticed.
-    """
+    """sglang's layout, a reduced vocabulary; other taps, or another position, are noticed."""
     changes, states = TAPS[taps]
     raw = {**SGLANG, **changes}
     extra = (

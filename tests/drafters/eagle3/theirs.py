@@ -21,9 +21,7 @@ class _Enough(Exception):
 
 
 def their_head(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[Any, list[Tensor]]:
-    """The class of the package with these weights, and the list where every call of its head leaves
-    its logits.
-    """
+    """The package's class with these weights, and the list of its head's logits."""
     kind = raw["speculators_model_type"]
     core = speculators(f"models.{kind}.core")
     left_out = ("architectures", "speculators_config")
@@ -47,9 +45,7 @@ def unrolled(model: Any, calls: list[Tensor]) -> Logits:
     """Those of the steps that training unrolls, of an EAGLE-3 head."""
 
     def logits(text: list[int], features: Tensor, drafts: list[int]) -> Tensor:
-        """Of all positions it unrolls; rows behind the anchor's are there for the drafts' tokens
-        alone.
-        """
+        """Of all positions it unrolls; rows behind the anchor's are for drafts' tokens."""
         calls.clear()
         padded = F.pad(features, (0, 0, 0, len(drafts) - 1))[None]
         tokens = torch.tensor([[*text[1:], *drafts[:-1]]])

@@ -1,6 +1,4 @@
-"""Gemma 4's assistants draft what transformers' own class makes of the same weights, on the keys
-and values of their target.
-"""
+"""Gemma 4's assistants draft what transformers' own class makes of the same weights."""
 
 import json
 from pathlib import Path
@@ -40,9 +38,7 @@ def case(name: str, folder: Path, **options: Any) -> tuple[Any, Any, Verifier, D
 
 
 def worst(target: Any, assistant: Any, noted: list[Noted], wrong: str = "") -> float:
-    """The largest error of the logits of any draft; those of tokens that are not scored count as
-    equal where both say so.
-    """
+    """The largest error of any draft's logits; unscored tokens count as equal."""
     errors = []
     for request, length, drafts, logits in noted:
         text = request.token_ids[: length + 1]
@@ -69,9 +65,7 @@ def worst(target: Any, assistant: Any, noted: list[Noted], wrong: str = "") -> f
     ],
 )
 def test_drafts_are_those_of_transformers(name: str, clusters: bool, tmp_path: Path) -> None:
-    """In a running engine with texts beyond the window; catches a wrong layer of the target, and
-    rows of rejected drafts.
-    """
+    """In an engine, beyond the window; catches a wrong layer, and rejected rows."""
     target, assistant, verifier, drafter = case(name, tmp_path, clusters=clusters)
     assert isinstance(drafter, AssistantDrafter) and drafter.tokens_ahead == 0
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -85,9 +79,7 @@ def test_drafts_are_those_of_transformers(name: str, clusters: bool, tmp_path: P
 
 
 def test_trees_are_drawn(tmp_path: Path) -> None:
-    """Their likeliest path is the chain; catches a hidden state of another row than the last of the
-    path.
-    """
+    """Their likeliest path is the chain; catches a hidden state of another row."""
     target, assistant, verifier, drafter = case("gemma4", tmp_path)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
     prompts = random_prompts(2)
@@ -103,9 +95,7 @@ def test_trees_are_drawn(tmp_path: Path) -> None:
 def test_accepted_drafts_leave_their_hidden_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With drafts that are right up to each depth in turn; catches a hidden state of another row of
-    the step before.
-    """
+    """With drafts right up to each depth; catches a hidden state of another row."""
     target, assistant, verifier, drafter = case("gemma4", tmp_path)
     options: dict[str, Any] = {"num_draft_tokens": K, "max_num_seqs": 1}
     _, (plain,), _ = noted_run(verifier, drafter, [[5, 9, 33]], **options)
@@ -128,9 +118,7 @@ def test_accepted_drafts_leave_their_hidden_state(
 
 
 def test_nothing_is_cached_twice(tmp_path: Path) -> None:
-    """Its caches are the target's own, and drafts are lossless with batches, chunks of prompts and
-    preemption.
-    """
+    """Its caches are the target's; lossless with batches, chunks and preemption."""
     _, _, verifier, drafter = case("gemma4", tmp_path)
     memory = 4 * 25 * sum(spec.bytes_per_token(torch.float32) for spec in verifier.kv_specs)
     engine, requests, _ = noted_run(

@@ -1,6 +1,4 @@
-"""Which checkpoints have layers for multi-token prediction, quantized ones among them, and what is
-refused.
-"""
+"""Which checkpoints have layers for multi-token prediction, and what is refused."""
 
 import json
 from pathlib import Path
@@ -52,9 +50,7 @@ def config(**changes: Any) -> EngineConfig:
 
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe", "deepseek_v3"])
 def test_output_is_that_of_the_target(name: str, tmp_path: Path) -> None:
-    """A hybrid, one with experts, and one with latent attention, by name in `from_pretrained`:
-    batches, chunks of prompts.
-    """
+    """A hybrid, one with experts, one with latents, by name: batches and chunks."""
     ref = reference(name)
     write_target(tmp_path, ref, CASES[name][0])
     decoder = SpecDecoder.from_pretrained(
@@ -96,9 +92,7 @@ def test_sampled_output_with_preemption_is_that_of_the_target(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "deepseek_v3"])
 def test_quantized_layers_are_read_as_those_of_the_target(name: str, tmp_path: Path) -> None:
-    """8-bit floats with experts one by one: the same logits as of a file that holds the numbers
-    they stand for.
-    """
+    """8-bit floats, experts one by one: the logits of a file with plain numbers."""
 
     def write(module: str, weight: Tensor) -> Any:
         return (
@@ -133,9 +127,7 @@ def test_quantized_layers_are_read_as_those_of_the_target(name: str, tmp_path: P
 
 
 def test_layers_of_a_multimodal_checkpoint_are_found(tmp_path: Path) -> None:
-    """Beside the tensors of a composite, and built from the config of its text part, whose RoPE is
-    its own.
-    """
+    """Beside a composite's tensors, built from its text part's config, with its RoPE."""
     model: Any = tiny_composites.composite("qwen3_5")
     tiny_composites.save(model, tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -1,6 +1,4 @@
-"""Drafting makes no tensor on the host and never waits for the device, so that a step can be
-captured as a graph.
-"""
+"""Drafting makes no tensor on the host and never waits for the device."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Keys of checkpoints of layers for multi-token prediction and of draft models: a value, or one
-line.
-"""
+"""Keys of multi-token prediction's and draft models' checkpoints: a value, or one line."""
 
 import json
 from copy import deepcopy
@@ -26,9 +24,7 @@ VALUES: list[Any] = [None, -1, 2**40, "x", [1]]
 
 
 def made(kind: str, folder: Path) -> tuple[Verifier, Path, str | None]:
-    """A target, the folder of a drafter for it,
-    and the object of its config that describes layers.
-    """
+    """A target, a drafter's folder for it, and the part of its config with the layers."""
     if kind == "assistant":
         return case("gemma4", folder)[2], folder / "assistant", "text_config"
     if kind == "draft model":

@@ -1,6 +1,4 @@
-"""Multi-token prediction of each family drafts what transformers' own layers make of the same
-weights.
-"""
+"""Each family's multi-token prediction drafts what transformers' layers make of its weights."""
 
 from pathlib import Path
 
@@ -46,9 +44,7 @@ def worst(ref: Reference, noted: list[Noted], wrong: str = "") -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_of_transformers_layers(name: str, tmp_path: Path) -> None:
-    """In a running engine, each from the whole text; catches a tensor, a norm, a rotation or a
-    window that is wrong.
-    """
+    """In an engine, from the whole text; catches a tensor, norm, rotation or window."""
     ref, verifier, drafter = case(name, tmp_path)
     _, _, noted = noted_run(
         verifier, drafter, random_prompts(2, seed=1), num_draft_tokens=K, sampling=FEW

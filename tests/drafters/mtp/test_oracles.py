@@ -125,9 +125,7 @@ def separate(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Reference,
 
 @torch.inference_mode()
 def test_the_layout_of_speculators_is_read(separate: tuple[Reference, Verifier, Path]) -> None:
-    """Against transformers' own layers, also of a family that has no such layers in its
-    own files.
-    """
+    """Against transformers' own layers, also of a family without such layers in its files."""
     ref, verifier, folder = separate
     drafter = load_drafter(folder, verifier=verifier)
     hidden = ref.hidden(TEXT[:-1])

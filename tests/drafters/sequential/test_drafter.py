@@ -1,6 +1,4 @@
-"""Token-by-token drafts in a running engine are those of a network that reads the whole text anew
-for each of them.
-"""
+"""Token-by-token drafts in an engine are those of a network that reads the text anew."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,9 +38,7 @@ PATTERN = [K, 0, 0, 3, K, *[0] * (MAX_DEFERRED + 5), K, 1, 0, K, K]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_drafts_are_those_of_the_whole_text(kind: str, depth: int) -> None:
-    """Batches of unlike lengths, prompts in chunks, rejected drafts; catches a shift, a wrong
-    position, a row that is missing.
-    """
+    """Unlike lengths, chunks, rejected drafts; catches shifts and missing rows."""
     model, verifier, network = case(**KINDS[kind])
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
     _, _, noted = noted_run(verifier, drafter, random_prompts(5), pipeline_depth=depth)
@@ -71,9 +67,7 @@ def test_context_that_was_put_off_is_made_up_for(kind: str) -> None:
 def test_accepted_drafts_leave_rows_as_they_should_be(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With drafts that are right up to each depth in turn; catches rows of drafts that stay, or are
-    missing once accepted.
-    """
+    """With drafts right up to each depth; catches rows that stay, or are missing."""
     model, verifier, network = case(**KINDS[kind])
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
     prompts = random_prompts(3)
@@ -140,9 +134,7 @@ def _at(text: list[int], position: int, otherwise: int) -> int:
     [("pairs", 7), ("pairs", 40), ("tokens", 7), ("tokens", 40), ("pairs at once", 40)],
 )
 def test_trees_leave_rows_as_they_should_be(kind: str, nodes: int) -> None:
-    """Paths that end in another token than the one that the network went on from; their rows are
-    made anew.
-    """
+    """Paths that end in another token than the network's; their rows are made anew."""
     model, verifier, network = case(**KINDS[kind])
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -260,9 +252,7 @@ def test_trees_grow_behind_the_likeliest_paths_of_each_level(kind: str, temperat
 
 @pytest.mark.parametrize("kind", ["pairs", "tokens"])
 def test_drafts_of_another_drafter_leave_rows_as_they_should_be(kind: str) -> None:
-    """In a composition, whose other part drafts more tokens of a step than this one may, and is
-    right up to some depth.
-    """
+    """In a composition, whose other part drafts more tokens than this one may."""
     model, verifier, network = case(**KINDS[kind])
     prompts = random_prompts(3)
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
@@ -282,9 +272,7 @@ def test_drafts_of_another_drafter_leave_rows_as_they_should_be(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["pairs", "tokens"])
 def test_reused_prefixes_have_their_rows(kind: str) -> None:
-    """Prompts that part at a block's border, and behind it; catches a pair that is cached with the
-    token of another prompt.
-    """
+    """Prompts that part at a block's border; catches a pair of another prompt."""
     model, verifier, network = case(**KINDS[kind])
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
     shared = [11, 12, 13, 14, 15, 16, 17, 18]
@@ -340,9 +328,7 @@ def test_drafts_at_the_end_of_the_model_are_like_any_others() -> None:
 
 
 def test_padding_requests_of_a_prefill_touch_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that only pads has no last row; catches one that is taken from the request before
-    it.
-    """
+    """A request that only pads has no last row; catches that of the request before."""
     _, verifier, network = case()
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
     bound = drafter.bind(verifier, [], max_num_seqs=3, max_len=64, draft_sampling="greedy")

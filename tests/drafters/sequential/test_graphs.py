@@ -1,6 +1,4 @@
-"""Captured steps and prefills of token-by-token drafters: the same tokens, and the same rows in the
-cache, as without graphs.
-"""
+"""Captured steps of token-by-token drafters: the tokens and rows without graphs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,9 +55,7 @@ def test_captured_equals_eager(
     changes: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While requests join and leave; catches what a graph would hold on to, such as a length or a
-    block.
-    """
+    """While requests join and leave; catches a length or a block that a graph holds."""
     monkeypatch.setitem(test_graphs.DRAFTERS, drafter, DRAFTERS[drafter])
     prompts = list(case.outputs)
     eager = case.engine(drafter, 3, capture=False, pipeline_depth=1, **changes)

@@ -1,6 +1,4 @@
-"""Sampled drafts, token by token: a target that drafts for itself is always right, and whatever
-drafts, text stays as it is.
-"""
+"""Sampled drafts, token by token: a target drafting for itself is always right."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -55,9 +53,7 @@ class SelfNetwork(SequentialNetwork):
 
 @pytest.mark.parametrize("draft_sampling", ["coupled", "probabilistic"])
 def test_a_target_that_drafts_for_itself_is_right(draft_sampling: str) -> None:
-    """Greedy requests and sampled ones with filters: all drafts are accepted, so noise and
-    distributions are the target's.
-    """
+    """All drafts are accepted, sampled too: noise and distributions are the target's."""
     verifier = paged_verifier(plain_model("llama"))
     drafter = SequentialDrafter(SelfNetwork(verifier), verifier, max_draft_tokens=K)
     for seed, kind in enumerate(KINDS):
@@ -174,9 +170,7 @@ def test_forecasts_are_of_the_drafts_own_probabilities(draft_sampling: str) -> N
 
 @torch.inference_mode()
 def test_a_reduced_vocabulary_says_what_its_probabilities_are_of() -> None:
-    """Drafts are tokens of the target, and each has the probability that their
-    distribution states.
-    """
+    """Drafts are tokens of the target, each with the probability that is stated."""
     verifier = paged_verifier(plain_model("llama"))
     drafter = toy_drafter(verifier, K, reduced=True)
     assert isinstance(drafter.network, ToyNetwork)

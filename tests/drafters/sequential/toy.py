@@ -1,6 +1,4 @@
-"""Networks of one layer that draft token by token, on the paged cache and once more in plain torch,
-and runs that note drafts.
-"""
+"""Networks of one layer that draft token by token, paged and in plain torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
@@ -37,9 +35,7 @@ HIDDEN, HEADS, KV_HEADS, DIM, TAPS = 32, 4, 2, 16, (0, 2)
 
 
 class ToyNetwork(SequentialNetwork):
-    """One layer over the target's embeddings, and where it has features over both. It drafts every
-    second token or all.
-    """
+    """A layer over embeddings, with features over both; drafts all tokens or half."""
 
     def __init__(
         self,
@@ -201,9 +197,7 @@ def noted_run(
     prepare: Callable[[SpecEngine], None] | None = None,
     **changes: Any,
 ) -> tuple[SpecEngine, list[Request], list[Noted]]:
-    """Decodes prompts, all queued at once, and notes what was drafted; `shapes` are numbers of
-    drafts of the first steps.
-    """
+    """Decodes prompts, queued at once, and notes drafts; `shapes` of the first steps."""
     options = {
         "max_num_seqs": 3,
         "max_prefill_tokens": 13,
@@ -270,9 +264,7 @@ def noted_run(
 
 @torch.inference_mode()
 def check_drafts(model: Any, network: Any, noted: Sequence[Noted], *, least: int = 10) -> None:
-    """Every draft was chosen by the logits of a forward over the whole text, to 1e-4 of the
-    largest.
-    """
+    """Drafts follow the logits of a forward over the whole text, to 1e-4 of the largest."""
     checked = 0
     for request, length, drafts, logits in noted:
         text = request.token_ids[: length + 1]

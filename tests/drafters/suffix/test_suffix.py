@@ -61,9 +61,7 @@ def occurrences(
 
 
 def expected_accepted(path: tuple[int, ...], m: int, among: list[Occurrence]) -> float:
-    """Sum of the shares of the occurrences of m tokens that begin with 1, 2, ..., m tokens of the
-    path.
-    """
+    """Sum of the shares of m tokens' occurrences that begin with 1, ..., m of the path."""
     counts: dict[tuple[int, ...], int] = defaultdict(int)
     for one in among:
         for d in range(1, len(one.continuation) + 1):
@@ -72,9 +70,7 @@ def expected_accepted(path: tuple[int, ...], m: int, among: list[Occurrence]) ->
 
 
 def best(found: list[Occurrence], longest: int) -> tuple[float, tuple[int, ...]]:
-    """Score and continuation by the definition; ties go to the longer match, then to the first
-    occurrence.
-    """
+    """Score and continuation by the definition; ties go to the longer, then the first."""
     top: tuple[float, tuple[int, ...]] = (0.0, ())
     for m in range(longest, 0, -1):
         among = [one for one in found if one.length >= m]
@@ -86,9 +82,7 @@ def best(found: list[Occurrence], longest: int) -> tuple[float, tuple[int, ...]]
 
 
 def most_frequent(found: list[Occurrence], longest: int) -> float:
-    """Score of ArcticInference's chain: the most frequent child at every node, up to m of them, for
-    the best m.
-    """
+    """ArcticInference's score: the likeliest child at every node, up to m, for the best m."""
     top = 0.0
     for m in range(1, longest + 1):
         among = [one.continuation for one in found if one.length >= m]
@@ -147,9 +141,7 @@ TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 def test_chains_against_a_dictionary(
     texts: list[Text], past: list[Text], k: int, limits: list[int], few: int
 ) -> None:
-    """The chain, its forecast and its length; counts are of all occurrences, or of the few best
-    ones.
-    """
+    """The chain, its forecast and length; counts are of all occurrences, or the best."""
     shortest, longest = limits[0], limits[1]
     options = {
         "longest": longest,
@@ -202,9 +194,7 @@ def test_no_match_reaches_beyond_the_beginning() -> None:
 
 
 def test_past_outputs_are_found() -> None:
-    """What one request wrote helps the next in its slot, and others; prompts are not kept but for
-    their end; `forget` ends it.
-    """
+    """What one request wrote helps others; prompts are not kept; `forget` ends it."""
     rig = Rig(SuffixDrafter(max_draft_tokens=4), FakeVerifier(), num_reqs=2)
     rig.bound.begin(0, [50, 51, 52, 53, 54, 55])
     rig.bound.begin(1, [1])
@@ -258,9 +248,7 @@ def paths_of(draft: DraftOutput, row: int) -> list[tuple[int, ...]]:
 
 
 def test_trees_hold_both_texts() -> None:
-    """What followed in the request and in the pool, the more probable first; the forecast is the
-    sum of the paths' shares.
-    """
+    """What followed in request and pool, the more probable first; the sum of shares."""
     text, past = [1, 2, 3, 4, 8, 1, 2, 3], [[1, 2, 3, 5, 6], [2, 3, 5, 7]]
     draft = propose(rig_of([text, [9]], past, max_draft_tokens=4), [text, [9]], BlockShape(7, 3))
     found = paths_of(draft, 0)
@@ -285,9 +273,7 @@ def test_trees_hold_both_texts() -> None:
     "shape", [BlockShape(3), BlockShape(5), BlockShape(12, 4), BlockShape(60, 5)], ids=str
 )
 def test_what_an_outlook_found_serves_the_drafts(shape: BlockShape) -> None:
-    """Drafts are those without; only a step of other requests, or one that needs more occurrences,
-    searches again.
-    """
+    """Drafts are those without; only other requests, or more occurrences, search again."""
     # more occurrences than any shape takes
     many = torch.randint(1, 6, (99,), generator=torch.Generator().manual_seed(0)).tolist()
     texts, past = [many, [3, 1, 3, 1, 3], [0]], [[1, 2, 2, 3, 1], [3, 1, 2, 3, 3]]

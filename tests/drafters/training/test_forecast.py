@@ -26,9 +26,7 @@ QUESTIONS = (
 
 @pytest.mark.slow
 def test_the_forecast_of_the_shipped_drafter_is_what_the_engine_does() -> None:
-    """Greedy and sampled, with the fitted weights of the noise: catches a replay that ranks, draws
-    or walks in another way.
-    """
+    """Greedy and sampled: catches a replay that ranks, draws or walks otherwise."""
     config = TrainConfig(
         out="unused",
         device="cpu",

@@ -18,9 +18,7 @@ from specdec.cli.main import main
 def test_a_group_that_exists_is_used_and_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a second `init_process_group`, which torch refuses, and the end of a group that is
-    not ours.
-    """
+    """Catches a second `init_process_group`, and the end of a group that is not ours."""
     monkeypatch.setenv("WORLD_SIZE", "2")  # which alone would make a group of two processes
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1

@@ -66,9 +66,7 @@ def saved(folder: Path) -> dict[str, Any]:
 def test_an_interrupted_run_resumes_to_the_same_curve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Catches state that is not saved: optimizer, order, anchors, step, and log lines written twice
-    or lost.
-    """
+    """Catches unsaved state (optimizer, order, anchors, step), and lost log lines."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert resumable(whole).run()
     save = Trainer._save
@@ -252,9 +250,7 @@ def test_a_log_goes_on_behind_the_saved_step(tmp_path: Path) -> None:
 def test_an_earlier_export_survives_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a drafter that is removed before there is another; and what else the folder holds
-    stays.
-    """
+    """Catches a drafter removed before there is another; the folder's rest stays."""
     path = write_tiny_dflash(tmp_path / "d")
     (path / "README.md").write_text("own")
     before = {one.name: one.read_bytes() for one in path.iterdir()}

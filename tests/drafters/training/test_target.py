@@ -74,9 +74,7 @@ def test_target_features_are_those_of_transformers(name: str) -> None:
 def test_latent_attention_gives_the_features_of_transformers_whatever_the_padding(
     name: str, distribution: bool
 ) -> None:
-    """Catches rows packed or put back at wrong places, caches that sequences share, and taps or
-    final states of other layers.
-    """
+    """Catches rows at wrong places, shared caches, and states of other layers."""
     plain = plain_model(name)
     lengths = [19, 1, 24, 8]  # with blocks of 4 tokens: some end in the middle of one
     tokens = torch.randint(

@@ -61,9 +61,7 @@ def test_a_run_says_when_answers_are_too_few(
 
 
 def test_a_run_ends_with_a_drafter_that_does_in_the_engine_what_training_said(toy: Path) -> None:
-    """Catches a loop that does not learn, an export that loses something, and a replay that is not
-    the engine.
-    """
+    """Catches a loop that does not learn, a lossy export, a replay unlike the engine."""
     untrained, trained = (float(row["tau"]) for row in (log_rows(toy)[0], log_rows(toy)[-1]))
     assert untrained < 1.1
     assert trained > 1.7
@@ -99,9 +97,7 @@ def test_both_layouts_hold_the_same_drafter(toy: Path) -> None:
 def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(
     answered: Path,
 ) -> None:
-    """Catches a training mask with windows or causal layers that is not the engine's, and losses
-    that do not train.
-    """
+    """Catches a training mask that is not the engine's, and losses that do not train."""
     config = toy_config(
         answered,
         layers=2,
@@ -143,9 +139,7 @@ def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(
 def test_a_head_is_trained_on_an_earlier_drafter_and_agrees_with_the_engine(
     toy: Path, answered: Path, changes: dict[str, Any]
 ) -> None:
-    """Catches a new head that changes drafts before it has learned, learns nothing, or drafts
-    otherwise in the engine.
-    """
+    """Catches a head that changes drafts too early, learns nothing, or differs."""
     config = toy_config(
         answered, init=str(toy / "run" / "drafter"), head_rank=8, max_steps=30, **changes
     )
@@ -181,9 +175,7 @@ def test_a_lattice_is_trained_and_agrees_with_the_engine(answered: Path) -> None
 
 
 def test_a_target_with_latent_attention_trains_and_agrees_with_the_engine(tmp_path: Path) -> None:
-    """Catches features that are not what the engine taps, or cannot be trained on; distillation
-    needs the final states too.
-    """
+    """Catches features that the engine does not tap, or that cannot be trained on."""
     write_target(tmp_path / "target", family="deepseek_v3")
     write_prompts(tmp_path / "prompts.txt", count=80)
     assert run_stages(("answers", "train", "finish"), toy_config(tmp_path, kl=0.3, max_steps=60))
@@ -194,9 +186,7 @@ def test_a_target_with_latent_attention_trains_and_agrees_with_the_engine(tmp_pa
 def test_a_hybrid_target_is_checked_in_chains_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a run that asks the engine for trees which it refuses,
-    and a log that tells of them.
-    """
+    """Catches a run that asks for trees which the engine refuses, and a log of them."""
     write_target(tmp_path / "target", family="qwen3_5")
     write_prompts(tmp_path / "prompts.txt", count=24)
     config = toy_config(
@@ -224,9 +214,7 @@ def in_two_processes(toy: Path, folder: Path, **changes: Any) -> Path:
 
 
 def test_processes_share_the_optimizer_and_one_goes_on(toy: Path, answered: Path) -> None:
-    """Catches weights that no process moves or that are not given to all, and a state that only so
-    many processes can take up.
-    """
+    """Catches weights that no process moves, and a state for so many processes only."""
     changes: dict[str, Any] = {"optimizer": "muon", "ema": 0.8, "replay": 0.5, "log_every": 4}
     assert run_stages(("train",), toy_config(answered, max_steps=8, **changes))
     processes = in_two_processes(toy, answered, max_steps=8, **changes)
@@ -292,9 +280,7 @@ def test_a_drafter_that_differs_from_the_trained_one_fails_loudly(
 
 
 def test_no_step_makes_the_host_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a synchronization in the loop, which would leave an accelerator idle between
-    steps.
-    """
+    """Catches a synchronization in the loop, which would leave an accelerator idle."""
     forward_backward, optimizer_step = Trainer._forward_backward, MasterOptimizer.step
     guarded = []
 
@@ -356,9 +342,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, steps: int) -> N
 
 
 def test_finish_refuses_options_of_another_drafter(toy: Path) -> None:
-    """Catches other taps of the same shape, with which training and engine would agree on a low
-    tau.
-    """
+    """Catches other taps of the same shape, which would agree on a low tau."""
     other = (
         r"the saved run trained another drafter, with target_layer_ids=\(1, 3\)|with"
         r" target_layer_ids=[^=]*; give the model"
@@ -402,9 +386,7 @@ def test_a_drafter_that_does_not_suit_the_target_is_refused(
 def test_a_drafter_of_another_target_is_no_beginning(
     toy: Path, answered: Path, tmp_path: Path
 ) -> None:
-    """One of another vocabulary, which nothing else in a run looks at before its weights
-    are wrong.
-    """
+    """One of another vocabulary, which nothing else looks at before weights are wrong."""
     config, tensors = read_checkpoint(toy / "run" / "drafter")
     write_checkpoint(tmp_path / "other", replace(config, vocab_size=65), tensors)
     with pytest.raises(CheckpointError, match="its vocabulary has 65 tokens, the target's 64"):

@@ -145,9 +145,7 @@ def drafts_of(folder: Path) -> dict[str, dict[str, float]]:
 def test_a_reduced_vocabulary_drafts_in_the_engine_as_in_training(
     answered: Path, changes: dict[str, Any]
 ) -> None:
-    """Catches labels, trees, noise or a saved map of other tokens, and a run that goes on with
-    others.
-    """
+    """Catches labels, trees, noise or a map of other tokens, also behind a stop."""
     config = toy_config(answered, draft_vocab=40, max_steps=40, **changes)
     if config.stop_after:
         assert not run_stages(("train",), config)

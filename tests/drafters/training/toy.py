@@ -1,6 +1,4 @@
-"""A toy target on disk, with a tokenizer, whose answers a small drafter can learn in seconds, and
-prompts for it.
-"""
+"""A toy target on disk, whose answers a drafter can learn in seconds, and prompts for it."""
 
 import random
 from collections.abc import Callable
@@ -95,9 +93,7 @@ def write_prompts(path: Path, count: int = 300, seed: int = 0) -> Path:
 
 
 def toy_config(folder: Path, **changes: Any) -> TrainConfig:
-    """A run in `folder / "run"` with the target and the prompts of the two functions above, made on
-    first use.
-    """
+    """A run in `folder / "run"`; the target and the prompts are made on first use."""
     if not (folder / "target").exists():
         write_target(folder / "target")
         write_prompts(folder / "prompts.txt")

@@ -8,9 +8,7 @@ F, S = "full_attention", "sliding_attention"
 def zlab(
     remove: tuple[str, ...] = (), own: dict[str, Any] | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """A z-lab config.json of three layers with top-level `changes` and additions to its
-    dflash_config.
-    """
+    """A z-lab config.json of three layers, changed at the top or in its dflash_config."""
     raw = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

@@ -54,9 +54,7 @@ def test_written_dtype_and_vocabulary_map(tmp_path: Path) -> None:
 
 
 def test_speculators_numbers(tmp_path: Path) -> None:
-    """The values that other software reads: taps one higher, the draft count, the draft layers in
-    their own section.
-    """
+    """What other software reads: taps one higher, the draft count, the layers' section."""
     path = write_tiny_dflash(
         tmp_path / "d",
         replace(TINY, windows=(4, 4, None), verifier_name="some/target"),
@@ -219,9 +217,7 @@ def test_damage(name: str, tmp_path: Path) -> None:
     ("token", "target"), [(0, -1), (29, VOCAB), (5, 8)], ids=["below", "above", "twice"]
 )
 def test_vocabulary_map_is_checked(token: int, target: int, tmp_path: Path) -> None:
-    """A target id outside the vocabulary would index out of range on the device, one named twice
-    would get two probabilities.
-    """
+    """An id outside the vocabulary would index out of range, a double be counted twice."""
     path = write_tiny_dflash(tmp_path / "d", REDUCED)
     rewrite(
         path, lambda t: t | {"d2t": t["d2t"].index_fill(0, torch.tensor([token]), target - token)}
@@ -316,9 +312,7 @@ QUANTIZED: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], quantized.Wr
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_weights_become_plain_numbers(kind: str, apart: bool, tmp_path: Path) -> None:
-    """Products of the layers as a publisher quantizes them; what the format is stands in either
-    file.
-    """
+    """Products of layers as a publisher quantizes them; either file says the format."""
     path = write_tiny_dflash(tmp_path / "drafter")
     quantization, write = QUANTIZED[kind]
     plain = load_file(path / "model.safetensors")

@@ -25,9 +25,7 @@ def test_both_layouts_mean_the_same() -> None:
 
 @pytest.mark.parametrize("section", ["top", "own"])
 def test_values_are_found_in_either_place(section: str) -> None:
-    """Older checkpoints keep drafter values at the top level, newer ones inside dflash_config,
-    which wins.
-    """
+    """Older checkpoints have drafter values on top, newer ones in dflash_config, which wins."""
     values: dict[str, Any] = {
         "block_size": 5,
         "output_multiplier": 2.0,
@@ -70,9 +68,7 @@ SCALES: list[tuple[dict[str, Any], float | None]] = [
 
 @pytest.mark.parametrize(("raw", "scale"), SCALES)
 def test_scale_of_embeddings(raw: dict[str, Any], scale: float | None) -> None:
-    """What nobody states is what the trainer of that kind of file does;
-    None is the target's own.
-    """
+    """What nobody states is what that kind of file's trainer does; None is the target's own."""
     assert parse_config(raw).input_embedding_scale == scale
 
 
@@ -300,9 +296,7 @@ def test_guessed_taps_are_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_default_taps() -> None:
-    """Without a list: the middle layer for one draft layer, else evenly from layer 1 to the third
-    last.
-    """
+    """Without a list: the middle layer for one, else from layer 1 to the third last."""
     raw = zlab(num_target_layers=36, num_hidden_layers=5)
     del raw["dflash_config"]["target_layer_ids"]
     assert parse_config(raw).target_layer_ids == (1, 9, 17, 25, 33)

@@ -179,9 +179,7 @@ def test_round_trip(layout: Any, name: str) -> None:
 
 
 def test_jetspec_goes_out_as_causal() -> None:
-    """JetSpec's key in, z-lab's out: both mean that a row of the block sees only rows up
-    to itself.
-    """
+    """JetSpec's key in, z-lab's out: both mean that rows see only rows up to themselves."""
     config = parse_config(zlab(own={"causal_head": True}))
     written = config_json(config, "z-lab", dtype="float32")
     assert written["is_causal"] is True
@@ -200,9 +198,7 @@ def test_jetspec_goes_out_as_causal() -> None:
 def test_vllm_is_told_that_full_layers_see_the_block(
     windows: Any, causal: Any, non_causal: bool
 ) -> None:
-    """vLLM reads the key for all layers, so a drafter without windows has to say that nothing is
-    causal.
-    """
+    """vLLM reads the key for all layers, so one without windows says nothing is causal."""
     config = replace(TINY, windows=windows, causal=causal)
     assert (
         config_json(config, "speculators", dtype="float32")["sliding_window_non_causal"]

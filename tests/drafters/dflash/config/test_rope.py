@@ -120,9 +120,7 @@ def with_copied(kind: str, values: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("place", COPIES)
 @pytest.mark.parametrize("kind", KINDS_OF_DRAFTERS)
 def test_a_copied_partial_factor_turns_the_whole_head(kind: str, place: str) -> None:
-    """What Qwen3's module in Transformers does, on which all these are trained; a quarter of a head
-    would lower acceptance.
-    """
+    """What Qwen3's module does, on which these are trained: the whole head."""
     config = parse_config(with_copied(kind, COPIES[place]))
     base = (
         YARN

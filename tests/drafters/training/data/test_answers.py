@@ -59,9 +59,7 @@ def shards(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_answers_are_the_targets_own_with_their_origin(tmp_path: Path) -> None:
-    """Catches answers that are not what the target says, a wrong temperature or split, and missing
-    provenance.
-    """
+    """Catches answers that the target does not say, a wrong split, missing provenance."""
     assert run_stages(("answers",), small_config(tmp_path))
     records = shards(tmp_path)
     assert {name: len(rows) for name, rows in records.items()} == {
@@ -149,9 +147,7 @@ def test_nothing_that_was_answered_is_lost(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_every_turn_is_answered_behind_the_targets_own_answers(tmp_path: Path) -> None:
-    """Catches a history of another model, a turn without an answer, and answers that are not
-    trained.
-    """
+    """Catches another model's history, a turn without an answer, and untrained answers."""
     ends = (
         "<bos> {% for m in messages %}{{ m.content }} {% if m.role == 'user' %}<eos> {% endif"
         " %}{% endfor %}"
@@ -278,9 +274,7 @@ def test_a_wrong_tap_does_not_wait_for_the_answers(tmp_path: Path) -> None:
 
 
 def test_few_shot_answers_end_where_the_next_question_begins(tmp_path: Path) -> None:
-    """Catches the stop string, and the template of a record, which decides how the engine check
-    stops.
-    """
+    """Catches the stop string, and a record's template, which the engine check needs."""
     write_target(tmp_path / "target")
     (tmp_path / "prompts.jsonl").write_text(
         "\n".join(
@@ -321,9 +315,7 @@ def write_chat_target(folder: Path, template: str = TEMPLATE) -> None:
 
 @pytest.mark.slow
 def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
-    """Catches a turn begun elsewhere than a user's, prompts cut at the limit, repeats, and prompts
-    that get no answers.
-    """
+    """Catches turns begun elsewhere, cut prompts, repeats, and prompts without answers."""
     write_chat_target(tmp_path)
     config = small_config(tmp_path, prompts=(), max_prompts=None, self_prompts=20, max_num_seqs=4)
     assert run_stages(("answers",), config)
@@ -371,9 +363,7 @@ def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
 def test_the_target_goes_on_with_prompts_that_are_begun_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches openings that the target does not see, or that are no part of the prompt, and a share
-    that is ignored.
-    """
+    """Catches openings that the target does not see, and a share that is ignored."""
     write_chat_target(tmp_path)
     monkeypatch.setattr(self_prompts, "opening", lambda random, kinds: ("two words", "w7 w8"))
     config = small_config(

@@ -1,6 +1,4 @@
-"""Prompts about texts of earlier answers: what becomes a text, that each kind holds what it asks
-about, and what is refused.
-"""
+"""Prompts about texts of earlier answers: what each kind holds, what is refused."""
 
 import re
 from collections import Counter
@@ -41,9 +39,7 @@ def test_texts_are_paragraphs_and_programs_each_once() -> None:
 
 
 def test_a_prompt_holds_what_it_asks_about() -> None:
-    """Catches prompts without their text, questions about words of other texts, and a part that is
-    not there.
-    """
+    """Catches prompts without their text, other texts' words, and absent parts."""
     texts = texts_of(ANSWERS)
     seen: Counter[str] = Counter()
     for seed in range(600):

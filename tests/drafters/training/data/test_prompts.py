@@ -36,9 +36,7 @@ def question(text: str, answer: str | None = "worked") -> TrainingPrompt:
 
 
 def test_a_version_has_other_numbers_and_names_in_the_same_places() -> None:
-    """Catches a number or name that changes in one place only, and changed decimals, times or
-    words.
-    """
+    """Catches what changes in one place only, and changed decimals, times or words."""
     seen = set()
     for seed in range(30):
         varied = vary(question(QUESTION), Random(seed), 0)
@@ -130,9 +128,7 @@ def test_rows_are_read_as_people_have_them(row: dict[str, Any], messages: Messag
 
 
 def test_files_and_data_sets_hold_the_same_prompts(tmp_path: Path) -> None:
-    """Catches a format that is read otherwise, and a turn that is lost or answered by another
-    model.
-    """
+    """Catches a format that is misread, and a turn that is lost or another model's."""
     rows = [row for row, _ in ROWS if "conversations" in row and "id" in row]
     rows += [{"id": "y", "conversations": [{"from": "human", "value": "a"}]}]
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")

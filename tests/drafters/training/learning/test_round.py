@@ -147,9 +147,7 @@ def test_what_cannot_teach_is_refused(world: Path, tmp_path: Path) -> None:
 
 
 def test_the_interval_covers_the_true_ratio() -> None:
-    """Draws of conversations whose steps are known: 95 of 100 intervals hold it, not by chance
-    nearly all or too few.
-    """
+    """Draws whose steps are known: 95 of 100 intervals hold it, not nearly all."""
     generator = torch.Generator().manual_seed(0)
     held = 0
     for _ in range(1000):

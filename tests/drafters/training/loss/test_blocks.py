@@ -74,9 +74,7 @@ def test_dense_mask_is_the_rule(kind: Kind) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kind", KINDS)
 def test_flex_attention_equals_dense_mask(kind: Kind) -> None:
-    """Catches a difference between the CUDA path's mask and the one everything else is
-    tested with.
-    """
+    """Catches a difference between the CUDA path's mask and the one of all other tests."""
     rows = ANCHORS.shape[1] * WIDTH
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, rows, 4, 16, generator=generator)
@@ -191,9 +189,7 @@ def test_no_feature_at_or_after_the_anchor_reaches_a_block(changes: dict[str, An
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_frozen_head_is_multiplied_once_for_all_blocks(dtype: torch.dtype) -> None:
-    """Catches hidden states that are not contiguous: torch then multiplies block by block, and a
-    CPU copies the head for each.
-    """
+    """Catches hidden states that are not contiguous, which torch multiplies slowly."""
     target, model = Target(TinyVerifier(), TINY.target_layer_ids), tiny_model().to(dtype)
     batch = sequences(torch.arange(40).view(2, 20) % VOCAB)
     context = model.context_kv(target.features(batch)[0].to(dtype), torch.arange(20))
@@ -251,9 +247,7 @@ def test_labels_follow_the_anchor_and_end_with_the_answer() -> None:
 
 
 def test_replay_walks_as_a_live_run_would() -> None:
-    """Catches a replay that averages over all anchors, or counts the last step wrong, against one
-    block at a time.
-    """
+    """Catches a replay that averages anchors, or miscounts the last step."""
     target, model = Target(TinyVerifier(), TINY.target_layer_ids), tiny_model()
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCAB - 1, (40,), generator=generator).tolist()
@@ -309,9 +303,7 @@ def one_block(model: Any, target: Target, ids: list[int], anchor: int) -> list[i
 
 
 def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
-    """Catches an optimizer on rounded weights, gradients that are not summed, and a mean over the
-    wrong weight.
-    """
+    """Catches rounded weights, gradients that are not summed, a mean over wrong weights."""
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     optimizer = MasterOptimizer(model, lr=1e-3, weight_decay=0.0, clip=1e9)
@@ -354,9 +346,7 @@ def test_the_running_mean_is_that_of_the_weights_and_goes_on_from_its_state() ->
 
 
 def test_muon_moves_matrices_by_what_is_orthogonal_and_goes_on_from_its_state() -> None:
-    """Catches an optimizer that is named and not used, one that moves vectors, and momentum lost
-    between two runs.
-    """
+    """Catches an optimizer that is not used, moves vectors, or loses momentum."""
     torch.manual_seed(0)
     start = torch.nn.Linear(8, 16)
     gradients = [
@@ -416,9 +406,7 @@ def test_answers_that_cannot_be_trained_on_are_counted() -> None:
 
 
 def test_an_epoch_has_every_answer_once_in_batches_of_like_length() -> None:
-    """Catches answers left out or repeated, an order that never changes, and one that a resumed run
-    would not find again.
-    """
+    """Catches answers left out or repeated, and an order that a resumed run loses."""
     answers = [Answer([0], [1] * (2 + i % 40)) for i in range(80)]
     answer_set = AnswerSet(
         answers, device=torch.device("cpu"), max_length=99, bucket=1, mask_token_id=9
@@ -434,9 +422,7 @@ def test_an_epoch_has_every_answer_once_in_batches_of_like_length() -> None:
 
 
 def test_every_answer_of_a_conversation_is_trained_and_nothing_else() -> None:
-    """Catches anchors in what the user says, and labels that run from one answer into the next
-    turn.
-    """
+    """Catches anchors in what the user says, and labels beyond the end of an answer."""
     answers = [
         Answer(range(10, 22), range(30, 34), spans=((2, 5), (8, 10))),
         Answer(range(40, 43), range(50, 55)),

@@ -1,6 +1,4 @@
-"""Fitted weights of q and noise: known ones are found again, and those of a real pair show that the
-noise is the target's.
-"""
+"""Fitted weights of q and noise: known ones are found, and the noise is the target's."""
 
 import json
 import math
@@ -83,9 +81,7 @@ def test_slots_that_are_never_reached_follow_their_neighbors() -> None:
 
 
 def test_alternatives_stand_for_the_whole_vocabulary() -> None:
-    """Each named token counts once, and those drawn make up for the rest: their sum is that over
-    all tokens.
-    """
+    """Named tokens count once, drawn ones for the rest: the sum is that over all tokens."""
     generator = torch.Generator().manual_seed(1)
     count, vocab_size = 400, 3 * coupling.BEST
     logprobs = torch.randn(count, vocab_size, generator=generator).log_softmax(-1)
@@ -105,9 +101,7 @@ def test_alternatives_stand_for_the_whole_vocabulary() -> None:
 
 @pytest.mark.parametrize("config", [SelectorConfig(3, 8), DominoConfig(3, 4), XPressConfig(3)])
 def test_a_head_says_along_an_answer_what_it_says_in_a_run(config: HeadConfig) -> None:
-    """Behind tokens that are known it gives its candidates the very scores that a tree would have
-    for them.
-    """
+    """Behind known tokens it gives its candidates the scores that a tree would have."""
     torch.manual_seed(0)
     model = DFlashModel(replace(TINY, head=config)).requires_grad_(False)
     for parameter in model.parameters():
@@ -189,9 +183,7 @@ def couple(toy: Path, *more: str, drafter: str = "drafter", prompts: str = "prom
 def test_the_command_finds_the_noise_of_the_target(
     toy: Path, tmp_path: Path, head: HeadConfig | None
 ) -> None:
-    """In every slot, of a drafter that knows nothing else; what is written loads, and nothing else
-    of the file changes.
-    """
+    """In every slot, of an ignorant drafter; what is written loads, the rest stays."""
     folder = tmp_path / "drafter"
     write_drafter(folder, head=head)
     before = json.loads((folder / "config.json").read_text())

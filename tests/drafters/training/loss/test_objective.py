@@ -60,9 +60,7 @@ def test_without_smoothing_the_gradient_is_that_of_the_accepted_length() -> None
     ],
 )
 def test_loss_is_its_definition(config: LossConfig) -> None:
-    """Catches a wrong factor, direction of the divergence, weight or match, against loops over
-    single rows.
-    """
+    """Catches a wrong factor, direction, weight or match, against loops over rows."""
     generator = torch.Generator().manual_seed(0)
     logits, teacher = (2 * torch.randn(3, 4, 9, generator=generator) for _ in "ab")
     labels = torch.randint(9, (3, 4), generator=generator)
@@ -120,9 +118,7 @@ def test_chunked_loss_has_the_gradient_of_the_whole(config: LossConfig) -> None:
 
 
 class TinyHead(nn.Module):
-    """A Markov head of rank 2 over 9 tokens, corrected from `first_slot` on, or among
-    `num_candidates` alone.
-    """
+    """A Markov head of rank 2 over 9 tokens, from `first_slot` on or among candidates."""
 
     has_state, gathered_bytes = False, 0
 
@@ -212,9 +208,7 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
 def test_loss_with_a_head_is_its_definition_and_trains_it(
     config: LossConfig, head: TinyHead, share: float
 ) -> None:
-    """Catches a wrong predecessor, slot, candidate or share, and gradients of the head's weights
-    that chunks lose or scale.
-    """
+    """Catches a wrong slot, candidate or share, and gradients that chunks lose."""
     blocks = head_blocks()
     found = []
     for rows in (99, 4):
