@@ -8,44 +8,32 @@ from specdec.base.errors import CheckpointError, shown
 from specdec.base.registry import DRAFTERS
 
 _ARCHITECTURES = {
-    "DFlashDraftModel": "dflash",
-    "DFlash2DraftModel": "dflash2",
-    "DFlareDraftModel": "dflash",
-    "DFlashLagunaForCausalLM": "dflash",
-    "MuseGlimmerAssistantModel": "dflash",
-    "DominoDraftModel": "domino",
-    "LiLiCorrDraftModel": "lilicorr",
-    "Qwen3XPressModel": "xpress",
-    "XPressSpeculator": "xpress",
-    "XPressDraftModel": "xpress",
-    "Qwen3DSparkModel": "dspark",
-    "DSparkDraftModel": "dspark",
-    "Lfm2DSparkDraftModel": "dspark",
-    "LlamaForCausalLMEagle3": "eagle3",
-    "LlamaEagle3DraftModel": "eagle3",
-    "Qwen3Eagle3Model": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "EAGLE3LlamaForCausalLM": "eagle3",
-    "Eagle3MiniMaxM2ForCausalLM": "eagle3",
-    "Eagle3Qwen2_5vlForCausalLM": "eagle3",
-    "Eagle3Qwen3ForCausalLM": "eagle3",
-    "Eagle3Qwen3vlForCausalLM": "eagle3",
-    "Eagle3DeepseekV2ForCausalLM": "eagle3",
-    "Eagle3DeepseekV3ForCausalLM": "eagle3",
-    "Eagle3Speculator": "eagle3",
-    "Eagle3DraftModel": "eagle3",
-    "LlamaForCausalLMPeagle": "peagle",
-    "PEagleDraftModel": "peagle",
-    "PEagleSpeculator": "peagle",
-    "PeagleLlamaForCausalLM": "peagle",
-    "PeagleQwen3ForCausalLM": "peagle",
-    "Gemma4DSparkModel": "dspark",
-    "Gemma4Eagle3Model": "eagle3",
-    "K3DSparkModel": "dspark",
-    "KimiK3DSpark5MLADraftModel": "dspark",
-    "Gemma4AssistantForCausalLM": "mtp",
-    "Gemma4UnifiedAssistantForCausalLM": "mtp",
-    "MTPDraftModel": "mtp",
+    name: algorithm
+    for algorithm, names in {
+        "dflash": (
+            "DFlashDraftModel DFlareDraftModel DFlashLagunaForCausalLM MuseGlimmerAssistantModel"
+        ),
+        "dflash2": "DFlash2DraftModel",
+        "domino": "DominoDraftModel",
+        "lilicorr": "LiLiCorrDraftModel",
+        "xpress": "Qwen3XPressModel XPressSpeculator XPressDraftModel",
+        "dspark": (
+            "Qwen3DSparkModel DSparkDraftModel Lfm2DSparkDraftModel Gemma4DSparkModel "
+            "K3DSparkModel KimiK3DSpark5MLADraftModel"
+        ),
+        "eagle3": (
+            "LlamaForCausalLMEagle3 LlamaEagle3DraftModel Qwen3Eagle3Model Eagle3LlamaForCausalLM "
+            "EAGLE3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM Eagle3Qwen2_5vlForCausalLM "
+            "Eagle3Qwen3ForCausalLM Eagle3Qwen3vlForCausalLM Eagle3DeepseekV2ForCausalLM "
+            "Eagle3DeepseekV3ForCausalLM Eagle3Speculator Eagle3DraftModel Gemma4Eagle3Model"
+        ),
+        "peagle": (
+            "LlamaForCausalLMPeagle PEagleDraftModel PEagleSpeculator PeagleLlamaForCausalLM "
+            "PeagleQwen3ForCausalLM"
+        ),
+        "mtp": "Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM MTPDraftModel",
+    }.items()
+    for name in names.split()
 }
 
 _FAMILIES = {
@@ -120,14 +108,11 @@ def algorithm_of(raw: Mapping[str, Any]) -> str:
         CheckpointError: it names none.
     """
     name = stated_algorithm(raw)
-    ranks = (
-        section(raw, "dflash_config").get("markov_rank"),
-        raw.get("markov_rank"),
-        raw.get("dspark_markov_rank"),
-    )
-    rank = any(ranks)
     if name in ("dflash", "dspark"):
-        return "dspark" if rank else "dflash"
+        own = section(raw, "dflash_config").get("markov_rank")
+        return (
+            "dspark" if own or raw.get("markov_rank") or raw.get("dspark_markov_rank") else "dflash"
+        )
     if not name.endswith(_LANGUAGE_MODELS) or _family(name) is not None:
         return name
     # SafeAILab's own EAGLE-3 heads are called like the model whose layer they have; no such model
@@ -143,9 +128,8 @@ def drafter_and_target(raw: Mapping[str, Any]) -> tuple[str, str | None] | None:
     except CheckpointError:
         return None
     of_speculators = "speculators_model_type" in raw or "speculators_config" in raw
-    if algorithm == "draft-model" or not (
-        of_speculators or algorithm in DRAFTERS or algorithm == "medusa"
-    ):
+    known = of_speculators or algorithm in DRAFTERS or algorithm == "medusa"
+    if algorithm == "draft-model" or not known:
         return None
     target = stated or raw.get("verifier_name_or_path")
     return algorithm, str(target) if target else None

@@ -45,11 +45,7 @@ def attention_like(
         sinks=sinks,
     )
     backend = verifier.attention.mha_backend
-    if reasons := backend.unsupported_reasons(spec):
-        raise BackendError(
-            f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)};"
-            f" choose another"
-        )
+    _require_served(backend.name, backend.unsupported_reasons(spec))
     return backend(spec)
 
 
@@ -107,9 +103,13 @@ def latent_like(
         cache_dtype=shared.cache_dtype,
     )
     backend = type(attention)
-    if reasons := backend.unsupported_reasons(spec):
+    _require_served(backend.name, backend.unsupported_reasons(spec))
+    return backend(spec)
+
+
+def _require_served(backend: str, reasons: Sequence[str]) -> None:
+    if reasons:
         raise BackendError(
-            f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)};"
+            f"attention backend {backend!r} cannot serve this drafter: {'; '.join(reasons)};"
             f" choose another"
         )
-    return backend(spec)

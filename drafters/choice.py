@@ -9,12 +9,14 @@ from torch import Tensor
 
 from specdec.base.config import DraftSampling
 from specdec.model.batch import DecodeBatch
+from specdec.model.core import DraftOutput
 from specdec.sampling.argmax import argmax
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.sampler import sample_from
 from specdec.sampling.tensors import SamplingPlan
 from specdec.sampling.trees.candidates import candidates
+from specdec.sampling.trees.trees import BestPaths
 
 MAX_CANDIDATES = 16
 """Tokens per position among which a tree chooses; up to 64 drafts gain nothing by more."""
@@ -110,7 +112,34 @@ def guess(
     )
 
 
-def side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:
+def chain_of(
+    choices: Sequence[Choice], target_ids: Tensor | None
+) -> tuple[DraftOutput, Tensor | None]:
+    """The chain of all choices, in order, and what `Choice.own` says of its drafts."""
+    token_ids, probs, own = (_side_by_side(fields) for fields in zip(*choices, strict=True))
+    assert token_ids is not None
+    columns = None if probs is None or target_ids is None else target_ids.expand(probs.shape)
+    return DraftOutput(token_ids, probs=probs, candidate_ids=columns), own
+
+
+def forecast_chain(chain: DraftOutput, probs: Tensor) -> DraftOutput:
+    """The chain with its scores, by probabilities float32 [num_reqs, depth] of its drafts."""
+    paths = probs.cumprod(dim=1)
+    chain.forecast, chain.scores = paths.sum(dim=1), paths.log()
+    return chain
+
+
+def tree_of(token_ids: Tensor, best: BestPaths, *, forecasts: bool) -> DraftOutput:
+    """The best paths through candidates int64 [num_reqs, depth, C]; with scores if asked for."""
+    output = DraftOutput(
+        token_ids.flatten(1).gather(1, best.places), num_drafts=best.num_drafts, tree=best.tree
+    )
+    if forecasts:
+        output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
+    return output
+
+
+def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Parts [num_reqs, n, ...] joined, or None where there are none."""
     there = [part for part in parts if part is not None]
     return None if not there else there[0] if len(there) == 1 else torch.cat(there, dim=1)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -26,33 +26,8 @@ from specdec.base.checkpoint.kinds import check_adapter, checkpoint_config
 from specdec.base.errors import CheckpointError, SpecDecError, one_line
 from specdec.base.files import user_path
 from specdec.base.registry import DRAFTERS, PARTS, resolve
-from specdec.model.core import Verifier
 
 _WITHOUT_WEIGHTS = ("none", "ngram", "suffix")
-
-
-class TargetShape(Protocol):
-    """What a drafter has to fit."""
-
-    @property
-    def name(self) -> str:
-        """Name of the target."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of its layers."""
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of its vocabulary."""
-
-    @property
-    def predicts(self) -> bool:
-        """Whether it has layers for multi-token prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +51,13 @@ class Fit:
     license: str | None = None
 
 
-def read_fit(name: str, target: TargetShape) -> Fit:
+def read_fit(name: str, target: Any) -> Fit:
     """How the drafter of that name fits `target`.
 
     Args:
         name: "none", a name in the registry, a folder, or a name on the hub.
-        target: what it has to fit.
+        target: what it has to fit, with `name`, `hidden_size`, `num_layers`, `vocab_size`, and
+            `predicts`, whether it has layers for multi-token prediction.
 
     Raises:
         CheckpointError: its config cannot be read.
@@ -90,14 +66,10 @@ def read_fit(name: str, target: TargetShape) -> Fit:
         return Fit(name)
     if name == "mtp":
         missing = (
-            f"target {target.name!r} has no layers for multi-token prediction that could draft",
+            f"target {target.name!r} has no layers for multi-token prediction that could draft"
         )
-        return Fit(
-            name,
-            USUAL_DRAFTS,
-            (target.num_layers - 1,),
-            problems=() if target.predicts else missing,
-        )
+        problems = () if target.predicts else (missing,)
+        return Fit(name, USUAL_DRAFTS, (target.num_layers - 1,), problems=problems)
     where = located(name)
     raw = checkpoint_config(where, what="drafter")
     card = checkpoint_file(where, CARD, what="drafter")
@@ -123,18 +95,11 @@ def _draft_model(name: str, raw: Mapping[str, Any]) -> Fit:
         count(Keys([section(raw, "text_config"), raw]), size)
     try:
         with called(name, name, kind="draft model"):
-            options = {
-                "device": torch.device("cpu"),
-                "dtype": torch.bfloat16,
-                "gpu_bytes": 2**63,
-                "divides": False,
-            }
-            needs = resolve(PARTS, "needs", "part")(name, **options)
+            where = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+            needs = resolve(PARTS, "needs", "part")(name, **where, gpu_bytes=2**63, divides=False)
     except SpecDecError:
         raise
-    except (
-        Exception
-    ) as error:  # transformers believes what files say: a wrong value ends in any kind of error
+    except Exception as error:  # transformers believes files, whose mistakes end in any error
         raise CheckpointError(
             f"config.json of draft model {name!r} describes no model ({type(error).__name__}:"
             f" {one_line(error)}); fetch it again"
@@ -145,15 +110,11 @@ def _draft_model(name: str, raw: Mapping[str, Any]) -> Fit:
             "a draft model cannot have recurrent layers, whose states cannot take rejected drafts"
             " back"
         )
-    return Fit(
-        "draft-model",
-        USUAL_DRAFTS,
-        numbers=needs.weights // torch.bfloat16.itemsize,
-        problems=tuple(problems),
-    )
+    numbers = needs.weights // torch.bfloat16.itemsize
+    return Fit("draft-model", USUAL_DRAFTS, numbers=numbers, problems=tuple(problems))
 
 
-def _prediction(raw: Mapping[str, Any], target: TargetShape) -> Fit:
+def _prediction(raw: Mapping[str, Any], target: Any) -> Fit:
     """How layers for multi-token prediction in their own checkpoint fit, told by their sizes."""
     try:
         of_speculators = section(raw, "transformer_layer_config")
@@ -161,10 +122,9 @@ def _prediction(raw: Mapping[str, Any], target: TargetShape) -> Fit:
         sizes = {name: count(keys, name) for name in LIMITS}
     except CheckpointError as error:
         return Fit("mtp", problems=(str(error),))
-    # Assistants are narrower than their targets.
-    wanted = {"vocab_size": target.vocab_size} | (
-        {"hidden_size": target.hidden_size} if of_speculators else {}
-    )
+    wanted = {"vocab_size": target.vocab_size}
+    if of_speculators:  # assistants are narrower than their targets
+        wanted["hidden_size"] = target.hidden_size
     problems = [
         f"it was made for a target whose {name} is {sizes[name]}, not {value}"
         for name, value in wanted.items()
@@ -173,7 +133,7 @@ def _prediction(raw: Mapping[str, Any], target: TargetShape) -> Fit:
     return Fit("mtp", USUAL_DRAFTS, (target.num_layers - 1,), problems=tuple(problems))
 
 
-def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
+def fit_of(raw: Mapping[str, Any], target: Any) -> Fit:
     """How a drafter fits `target`, from the content of its config.json."""
     try:
         algorithm = algorithm_of(raw)
@@ -183,8 +143,7 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
         return Fit(algorithm, problems=(unsupported(algorithm).partition(";")[0],))
     if algorithm == "mtp":
         return _prediction(raw, target)
-    # of which it looks at the shape alone
-    of_eagle3, shape = algorithm in ("eagle3", "peagle"), cast(Verifier, target)
+    of_eagle3 = algorithm in ("eagle3", "peagle")
     if not of_eagle3 and algorithm not in ALGORITHMS:
         # one that was registered: what its config has to say, its loader knows
         return Fit(algorithm)
@@ -192,20 +151,14 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
         resolve(PARTS, "quantization", "part")(raw)
         if of_eagle3:
             head = eagle3.parse_config(raw)
-            check_head_fit(head, shape, borrows=not head.own_embeddings)
-            drafts, taps, shapes = (
-                head.max_draft_tokens,
-                head.taps(target.num_layers),
-                eagle3_shapes(head),
-            )
+            check_head_fit(head, target, borrows=not head.own_embeddings)
+            taps = head.taps(target.num_layers)
+            drafts, shapes = head.max_draft_tokens, eagle3_shapes(head)
         else:
             config = dflash.parse_config(raw)
-            check_fit(config, shape, borrows=True)
-            drafts, taps, shapes = (
-                config.max_draft_tokens,
-                config.target_layer_ids,
-                tensor_shapes(config),
-            )
+            check_fit(config, target, borrows=True)
+            taps = config.target_layer_ids
+            drafts, shapes = config.max_draft_tokens, tensor_shapes(config)
     except CheckpointError as error:
         return Fit(algorithm, problems=(str(error).partition("; choose one made for it")[0],))
     return Fit(algorithm, drafts, taps, sum(map(prod, shapes.values())))

@@ -156,10 +156,8 @@ def check_forecasts(device: torch.device) -> Deviation:
     ours, found = torch.zeros_like(sides[0], device=device), []
     for _ in range(2):
         raw = 9 * torch.rand(3, 70, generator=generator)
-        agreed, num_accepted = (
-            torch.randint(6, (3, 70), generator=generator),
-            torch.randint(5, (70,), generator=generator),
-        )
+        agreed = torch.randint(6, (3, 70), generator=generator)
+        num_accepted = torch.randint(5, (70,), generator=generator)
         counts = (torch.rand(70, generator=generator) < 0.8).float()
         expected = [
             Forecasts(x, *_correct(x, sums))

@@ -159,18 +159,15 @@ class BoundComposed(BoundDrafter):
         self._step: _Step | None = None
 
     def allow(self, max_drafts: int) -> None:
-        """See `BoundDrafter.allow`."""
         for part in self.parts:
             part.allow(max(max_drafts, self._drafter.max_draft_tokens))
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
-        """See `BoundDrafter.begin`."""
         self._begun[slot] = 1
         for part in self.parts:
             part.begin(slot, token_ids)
 
     def keep_private(self, slot: int) -> None:
-        """See `BoundDrafter.keep_private`."""
         for part in self.parts:
             part.keep_private(slot)
 
@@ -180,7 +177,6 @@ class BoundComposed(BoundDrafter):
             part.forget()
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
-        """See `BoundDrafter.prefill`."""
         for number, part in enumerate(self.parts):
             part.prefill(batch, self._taps_of(number, verify))
 

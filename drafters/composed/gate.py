@@ -63,10 +63,8 @@ class Gate:
         ):
             self._num_skipped = 0
             return True
-        gained, others = (
-            sum(gain.value for gain in known),
-            sum(1 + forecast for forecast in forecasts),
-        )
+        gained = sum(gain.value for gain in known)
+        others = sum(1 + forecast for forecast in forecasts)
         pays = gained * rest.value > models.value * others
         self._num_skipped = 0 if pays else self._num_skipped + 1
         return pays

@@ -66,29 +66,21 @@ class Context:
             rope].
         """
         config, ops = self._config, self._ops
-        shape: tuple[int, ...] = (
-            config.num_hidden_layers,
-            -1,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        shape = shape if config.latent is None else shape[:2]
+        heads = (config.num_key_value_heads, config.head_dim) if config.latent is None else ()
+        shape = config.num_hidden_layers, -1, *heads
         if self._layers is not None and self._mixture is not None:
             # [T, layers, H_target]
             mixed = self._mixture @ self._tapped(features).view(len(features), -1, config.tap_width)
-            normed_rows = (
-                ops.norm(mixed.flatten(0, 1), self._norm).view(mixed.shape).transpose(0, 1)
-            )
-            product = (
-                normed_rows @ self._layers
-                if self._bias is None
-                else torch.baddbmm(self._bias, normed_rows, self._layers)
-            )
+            normed = ops.norm(mixed.flatten(0, 1), self._norm).view(mixed.shape).transpose(0, 1)
+            if self._bias is None:
+                product = normed @ self._layers
+            else:
+                product = torch.baddbmm(self._bias, normed, self._layers)
             return product.transpose(0, 1).flatten(1).unflatten(1, shape)
         context = self.states(features)
-        return self._projection(
-            ops.norm(context, self._unit_norm) if config.norms_context else context
-        ).unflatten(1, shape)
+        if config.norms_context:
+            context = ops.norm(context, self._unit_norm)
+        return self._projection(context).unflatten(1, shape)
 
 
 def norm_of(module: nn.RMSNorm, rounds_last: bool = False) -> Norm:

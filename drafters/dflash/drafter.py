@@ -71,10 +71,8 @@ class DFlashDrafter(Drafter):
         self.attention = _attention(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
         self.network = DFlashNetwork(self.model, self.attention)
-        self.max_draft_tokens, self.usual_draft_tokens = (
-            config.max_draft_tokens,
-            config.speculative_tokens,
-        )
+        self.max_draft_tokens = config.max_draft_tokens
+        self.usual_draft_tokens = config.speculative_tokens
         self.first_row = 0 if config.sample_from_anchor else 1
         self.head = None if config.head is None else config.head.head(self.model, self.embed)
         # A row sees those after it, or its head does, so a block shorter than in training drafts
@@ -82,18 +80,14 @@ class DFlashDrafter(Drafter):
         whole = not all(config.causal) or config.convolves or isinstance(self.head, Refiner)
         self.num_lookahead_tokens = 0 if not whole else self.first_row + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
-        self.masks = torch.full(
-            (1, self.first_row + self.max_draft_tokens),
-            config.mask_token_id,
-            device=verifier.device,
-        )
+        width = self.first_row + self.max_draft_tokens
+        self.masks = torch.full((1, width), config.mask_token_id, device=verifier.device)
         self.target_ids = None if model.d2t is None else target_ids(model.d2t)
         self.embedding_scale, self.softcap = config.scales(verifier)
         if self.embedding_scale != verifier.embedding_scale:
             logger.info(
                 "the drafter takes embeddings times %g, the target takes them times %g; if it was"
-                " trained like the target,"
-                " config.json has to say target_embedding_scale true",
+                " trained like the target, config.json has to say target_embedding_scale true",
                 self.embedding_scale,
                 verifier.embedding_scale,
             )
@@ -121,20 +115,14 @@ class DFlashDrafter(Drafter):
                 if isinstance(self.head, Refiner):
                     times = min(self.head.num_passes, times)
                 own += (times - 1) * self.head.right.nbytes
-        borrowed = (
-            target.vocab_size * target.hidden_size * target.dtype.itemsize
-            if model.lm_head is None
-            else 0
-        )
+        head = target.vocab_size * target.hidden_size * target.dtype.itemsize
+        borrowed = head if model.lm_head is None else 0
         return own - unread + borrowed - self.network.saved_bytes
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings [..., H] of tokens of the target, as the draft layers take them."""
-        rows = (
-            self.network.embed(token_ids)
-            if self.model.embed_tokens is not None
-            else self.verifier.embed(token_ids)
-        )
+        own = self.model.embed_tokens is not None
+        rows = (self.network if own else self.verifier).embed(token_ids)
         return rows if self.embedding_scale == 1 else rows * self.embedding_scale
 
     def bind(
@@ -247,23 +235,18 @@ class BoundDFlash(BoundDrafter):
 
     def _catch_up(self, batch: DecodeBatch) -> None:
         """Writes the context of the anchor and of what was put off before it."""
-        places = batch.seq_lens[:, None] - torch.arange(
-            MAX_DEFERRED - 1, -1, -1, device=batch.slots.device
-        )
+        back = torch.arange(MAX_DEFERRED - 1, -1, -1, device=batch.slots.device)
+        places = batch.seq_lens[:, None] - back
         due = places >= (batch.seq_lens - self._deferred.index_select(0, batch.slots))[:, None]
         positions = places.clamp(0, batch.max_model_len - 1)
         blocks = batch.block_table.gather(1, positions // batch.block_size).long()
-        slots = torch.where(
-            due,
-            blocks * batch.block_size + positions % batch.block_size,
-            NULL_BLOCK * batch.block_size,
-        )
+        slots = blocks * batch.block_size + positions % batch.block_size
+        slots = torch.where(due, slots, NULL_BLOCK * batch.block_size)
         cells = batch.slots[:, None] * MAX_DEFERRED + positions % MAX_DEFERRED
         features = self._ring.view(-1, self._ring.shape[-1]).index_select(0, cells.reshape(-1))
         network = self.drafter.network
-        network.write_context(
-            features, network.angles(positions.reshape(-1)), self.caches, slots.reshape(-1)
-        )
+        angles = network.angles(positions.reshape(-1))
+        network.write_context(features, angles, self.caches, slots.reshape(-1))
         self._deferred.index_fill_(0, batch.slots, 0)
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
@@ -275,14 +258,12 @@ class BoundDFlash(BoundDrafter):
         width = drafter.num_lookahead_tokens or drafter.first_row + depth
         masks = drafter.masks[:, : width - 1].expand(batch.num_reqs, -1)
         if (mask := drafter.model.mask_embedding) is None:
-            embeddings = drafter.embed(
-                torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1)
-            )
+            tokens = torch.cat([batch.anchors[:, None], masks], dim=1)
+            embeddings = drafter.embed(tokens.reshape(-1))
         else:
             rows = mask.expand(*masks.shape, -1) * drafter.embedding_scale
-            embeddings = torch.cat([drafter.embed(batch.anchors)[:, None], rows], dim=1).flatten(
-                0, 1
-            )
+            anchors = drafter.embed(batch.anchors)[:, None]
+            embeddings = torch.cat([anchors, rows], dim=1).flatten(0, 1)
         metadata = batch.metadata(width, visibility="full")
         seen: dict[bool, Visibility] = {True: "causal", False: "full"}
         plans = {
@@ -314,11 +295,8 @@ class BoundDFlash(BoundDrafter):
         logits = logits.view(*hidden.shape[:-1], -1)
         if drafter.config.output_multiplier != 1:
             logits = logits * drafter.config.output_multiplier
-        return (
-            logits
-            if drafter.softcap is None
-            else drafter.softcap * torch.tanh(logits / drafter.softcap)
-        )
+        softcap = drafter.softcap
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def _keep_before(
         self, slots: Tensor, rows: Tensor, token_ids: Tensor, verify: VerifyOutput
@@ -345,11 +323,8 @@ class BoundDFlash(BoundDrafter):
         # nothing outlives a step, for its memory may be a graph's
         block, self._block = self._block, None
         # The context of a step lies where its block was, when both have as many rows.
-        angles = (
-            block[1]
-            if block is not None and block[0] is position_ids
-            else network.angles(position_ids)
-        )
+        same = block is not None and block[0] is position_ids
+        angles = block[1] if block and same else network.angles(position_ids)
         network.write_context(verify.aux_hidden, angles, self.caches, slot_mapping)
 
 

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.choice import MAX_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
+from drafters.choice import (
+    MAX_CANDIDATES,
+    Choice,
+    Guesses,
+    chain_of,
+    choose,
+    forecast_chain,
+    guess,
+    tree_of,
+)
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.head import Head, Lattice, Refiner
@@ -99,12 +108,8 @@ class Drafts:
         target_ids: Tensor | None = None,
         head: Head | Lattice | None = None,
     ) -> None:
-        self.draft_sampling, self._coupling, self._target_ids, self._head = (
-            draft_sampling,
-            coupling,
-            target_ids,
-            head,
-        )
+        self.draft_sampling, self._coupling = draft_sampling, coupling
+        self._target_ids, self._head = target_ids, head
         corrector = None if isinstance(head, Lattice) else head
         self._correction = None if corrector is None else linear(corrector.right.detach())
         self._columns = None
@@ -113,10 +118,8 @@ class Drafts:
 
     def of(self, batch: DecodeBatch, slots: Slots) -> DraftOutput:
         """The block of each request."""
-        sees_noise, weights = (
-            self.draft_sampling != "greedy" and not batch.sampling.plan.all_greedy,
-            None,
-        )
+        sees_noise = self.draft_sampling != "greedy" and not batch.sampling.plan.all_greedy
+        weights = None
         if sees_noise and self._coupling is not None:
             weights = self._coupling.at(batch.sampling.temperature, batch.shape.depth)
         block = _Block(batch, slots, weights, sees_noise)
@@ -140,15 +143,8 @@ class Drafts:
         draft_vocab_size] has, each for itself; unless they are the `last` ones, without what is
         told of them.
         """
-        return choose(
-            block.batch,
-            logits,
-            first,
-            self.draft_sampling,
-            self._target_ids,
-            weights=block.weights,
-            wants_own=self.forecasts and last,
-        )
+        given = block.batch, logits, first, self.draft_sampling, self._target_ids
+        return choose(*given, weights=block.weights, wants_own=self.forecasts and last)
 
     def _refined(self, block: _Block, head: Refiner) -> Choice:
         """All slots corrected at once, over and over, each behind what the pass before drafted.
@@ -184,16 +180,7 @@ class Drafts:
 
     def _chain(self, block: _Block, parts: Sequence[Choice]) -> DraftOutput:
         """The choices for all slots, in order."""
-        token_ids, probs, own = (side_by_side(fields) for fields in zip(*parts, strict=True))
-        assert token_ids is not None
-        columns = (
-            None
-            if probs is None or self._target_ids is None
-            else self._target_ids.expand(probs.shape)
-        )
-        return self._with_scores(
-            block, DraftOutput(token_ids, probs=probs, candidate_ids=columns), own
-        )
+        return self._with_scores(block, *chain_of(parts, self._target_ids))
 
     def _path(self, block: _Block, head: Head | Lattice, count: int) -> DraftOutput:
         """The chain of the best candidates, each behind the last; only these are drawn."""
@@ -210,11 +197,9 @@ class Drafts:
         token_ids = candidate_ids.gather(-1, ranks[..., None]).squeeze(-1)
         if not draws and not self.forecasts:
             return DraftOutput(token_ids)
-        before = F.pad(ranks[:, :-1], (1, 0))
         table = edges if draws else logprobs_of(edges, scores)
-        rows = table.gather(2, before[..., None, None].expand(-1, -1, 1, table.shape[-1])).squeeze(
-            2
-        )
+        before = F.pad(ranks[:, :-1], (1, 0))[..., None, None].expand_as(table[:, :, :1])
+        rows = table.gather(2, before).squeeze(2)
         probs = rows.softmax(dim=-1) if draws else rows.exp()
         chain = DraftOutput(token_ids)
         if draws:
@@ -230,13 +215,7 @@ class Drafts:
             token_ids, scores = self._candidates(block, count)
         else:
             token_ids, _, scores = self._edges(block, self._head, count, as_logprobs=True)
-        best = best_first(scores, batch.k)
-        output = DraftOutput(
-            token_ids.flatten(1).gather(1, best.places), num_drafts=best.num_drafts, tree=best.tree
-        )
-        if self.forecasts:
-            output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
-        return output
+        return tree_of(token_ids, best_first(scores, batch.k), forecasts=self.forecasts)
 
     def _pairs(
         self, block: _Block, head: Lattice, *, as_logprobs: bool
@@ -286,16 +265,9 @@ class Drafts:
 
     def _candidates(self, block: _Block, count: int) -> Guesses:
         """The `count` likeliest tokens of every slot, given the target's noise if it is seen."""
-        draft_sampling = self.draft_sampling if block.sees_noise else "greedy"
-        return guess(
-            block.batch,
-            block.slots.logits,
-            0,
-            count,
-            draft_sampling,
-            self._target_ids,
-            weights=block.weights,
-        )
+        sampling: DraftSampling = self.draft_sampling if block.sees_noise else "greedy"
+        given = block.batch, block.slots.logits, 0, count, sampling, self._target_ids
+        return guess(*given, weights=block.weights)
 
     def _with_scores(self, block: _Block, chain: DraftOutput, probs: Tensor | None) -> DraftOutput:
         """A chain, and how likely its drafts are: as far as the head trusts in them, or else by
@@ -304,14 +276,11 @@ class Drafts:
         if not self.forecasts:
             return chain
         previous = torch.cat([block.batch.anchors[:, None], chain.token_ids[:, :-1]], dim=1)
-        trusted = (
-            None if self._head is None else self._head.confidences(block.slots.hidden, previous)
-        )
+        head, hidden = self._head, block.slots.hidden
+        trusted = None if head is None else head.confidences(hidden, previous)
         kept = probs if trusted is None else trusted
         assert kept is not None
-        paths = kept.cumprod(dim=1)
-        chain.forecast, chain.scores = paths.sum(dim=1), paths.log()
-        return chain
+        return forecast_chain(chain, kept)
 
 
 def _inverse(target_ids: Tensor) -> Tensor:

@@ -150,14 +150,10 @@ def check_edges(device: torch.device) -> Deviation:
     # of which Triton's interpreter has no products
     half = torch.float16 if device.type == "cpu" else torch.bfloat16
     for count, rank, first_slot in ((16, 128, 0), (5, 40, 1), (20, 16, 2)):
-        left, right = (
-            torch.randn(2, 6, count, rank, generator=generator),
-            torch.randn(90, rank, generator=generator) / (4 * rank**0.5),
-        )
-        columns, scale = (
-            torch.randint(90, (2, 6, count), generator=generator),
-            0.5 + torch.rand(2, 6, generator=generator),
-        )
+        left = torch.randn(2, 6, count, rank, generator=generator)
+        right = torch.randn(90, rank, generator=generator) / (4 * rank**0.5)
+        columns = torch.randint(90, (2, 6, count), generator=generator)
+        scale = 0.5 + torch.rand(2, 6, generator=generator)
         scores = torch.randn(2, 6, count, generator=generator).log_softmax(dim=-1)
         for dtype, factor, as_logprobs in (
             (half, scale, True),

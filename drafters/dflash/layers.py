@@ -6,6 +6,7 @@ What else checkpoints have (`DFlashConfig.peculiarities`) runs on the decoder st
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,8 @@ class DFlashAttention(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias
-        query, kv = (
-            config.num_attention_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
-        )
+        query = config.num_attention_heads * config.head_dim
+        kv = config.num_key_value_heads * config.head_dim
         self.head_dim = config.head_dim
         self.q_proj = nn.Linear(hidden, query, bias=bias)
         self.k_proj = nn.Linear(hidden, kv, bias=bias)
@@ -37,17 +36,10 @@ class DFlashAttention(nn.Module):
         self.o_proj = nn.Linear(query, hidden, bias=bias)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.attention_sink_bias = (
-            nn.Parameter(torch.zeros(config.num_attention_heads))
-            if config.attention_sinks
-            else None
-        )
-        gates = config.num_attention_heads * (
-            config.head_dim if config.attention_gate == "per-element" else 1
-        )
-        self.g_proj = (
-            None if config.attention_gate is None else nn.Linear(hidden, gates, bias=False)
-        )
+        sinks, gate = torch.zeros(config.num_attention_heads), config.attention_gate
+        self.attention_sink_bias = nn.Parameter(sinks) if config.attention_sinks else None
+        gates = query if gate == "per-element" else config.num_attention_heads
+        self.g_proj = None if gate is None else nn.Linear(hidden, gates, bias=False)
         self.k_proj_target = nn.Linear(hidden, kv, bias=bias) if config.mixes_taps else None
         self.v_proj_target = nn.Linear(hidden, kv, bias=bias) if config.mixes_taps else None
 
@@ -80,19 +72,15 @@ class DFlashLayer(nn.Module):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        norm = partial(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = norm()
         self.self_attn: DFlashAttention | LatentProjections
-        self.self_attn = (
-            DFlashAttention(config) if config.latent is None else LatentProjections(config)
-        )
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        latent = config.latent is not None
+        self.self_attn = LatentProjections(config) if latent else DFlashAttention(config)
+        self.post_attention_layernorm = norm()
         self.mlp = DFlashMLP(config)
-        self.pre_feedforward_layernorm = (
-            nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.gemma else None
-        )
-        self.post_feedforward_layernorm = (
-            nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.gemma else None
-        )
+        self.pre_feedforward_layernorm = norm() if config.gemma else None
+        self.post_feedforward_layernorm = norm() if config.gemma else None
         self.layer_scalar: Tensor | None
         self.register_buffer("layer_scalar", torch.ones(1) if config.gemma else None)
         self.attention_conv = DFlashConvolution(config) if config.convolves else None
@@ -146,9 +134,6 @@ def _out_of(convolution: DFlashConvolution | None, x: Tensor, kernels: Tensor | 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads [..., heads, head_dim], turned as far as there are angles."""
-    still = x.shape[-1] - cos.shape[-1]
-    return (
-        torch.cat([rotate(x[..., :-still], cos, sin), x[..., -still:]], dim=-1)
-        if still
-        else rotate(x, cos, sin)
-    )
+    if not (still := x.shape[-1] - cos.shape[-1]):
+        return rotate(x, cos, sin)
+    return torch.cat([rotate(x[..., :-still], cos, sin), x[..., -still:]], dim=-1)

@@ -45,28 +45,21 @@ class DFlashModel(nn.Module):
         self.fc = None if config.mixes_taps else nn.Linear(config.feature_size, hidden, bias=False)
         mixture = torch.zeros(config.num_hidden_layers, taps)
         self.layer_fusion_weights = nn.Parameter(mixture) if config.mixes_taps else None
-        norms = (
-            [nn.RMSNorm(config.tap_width, eps=eps) for _ in range(taps)]
-            if config.tap_norms
-            else None
-        )
-        self.aux_hidden_norms = None if norms is None else nn.ModuleList(norms)
+        norms = nn.ModuleList(nn.RMSNorm(config.tap_width, eps=eps) for _ in range(taps))
+        self.aux_hidden_norms = norms if config.tap_norms else None
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
         self.norm = nn.RMSNorm(hidden, eps=eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if own_embeddings else None
         draft_vocab = config.draft_vocab_size
         own_head = own_head or draft_vocab is not None
         self.mask_embedding = nn.Parameter(torch.zeros(hidden)) if own_mask else None
-        self.lm_head = (
-            nn.Linear(hidden, draft_vocab or config.vocab_size, bias=False) if own_head else None
-        )
+        columns = draft_vocab or config.vocab_size
+        self.lm_head = nn.Linear(hidden, columns, bias=False) if own_head else None
         self.d2t: Tensor | None
-        self.register_buffer(
-            "d2t", None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long)
-        )
-        for name, module in (
-            {} if config.head is None else config.head.modules(config.head_sizes)
-        ).items():
+        none_yet = None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long)
+        self.register_buffer("d2t", none_yet)
+        modules = {} if config.head is None else config.head.modules(config.head_sizes)
+        for name, module in modules.items():
             self.add_module(name, module)
         self.rope = rope_of(config, whole=False)
 
@@ -122,33 +115,23 @@ class DFlashModel(nn.Module):
         parts.
         """
         if self.config.latent is not None:
-            latents = [
-                cast(LatentProjections, cast(DFlashLayer, layer).self_attn) for layer in self.layers
-            ]
-            gains: list[Tensor] = [latent.kv_a_layernorm.weight for latent in latents]
-            return (
-                torch.cat([latent.kv_a_proj_with_mqa.weight for latent in latents]),
-                None,
-                torch.stack(gains),
-            )
-        layers = [cast(DFlashLayer, layer) for layer in self.layers]
-        weights, biases = list[Tensor](), list[Tensor]()
-        for layer in layers:
+            latents = [cast(LatentProjections, layer.self_attn) for layer in self.layers]
+            weights: list[Tensor] = [latent.kv_a_proj_with_mqa.weight for latent in latents]
+            norms: list[Tensor] = [latent.kv_a_layernorm.weight for latent in latents]
+            return torch.cat(weights), None, torch.stack(norms)
+        weights, biases, norms = [], list[Tensor](), []
+        for layer in (cast(DFlashLayer, layer) for layer in self.layers):
             attention = cast(DFlashAttention, layer.self_attn)
-            pair = (
-                (attention.k_proj_target, attention.v_proj_target)
-                if self.config.mixes_taps
-                else (attention.k_proj, attention.v_proj)
-            )
+            pair = [attention.k_proj, attention.v_proj]
+            if self.config.mixes_taps:
+                pair = [attention.k_proj_target, attention.v_proj_target]
             for projection in pair:
                 if projection is not None:
                     gain = layer.input_layernorm.weight if self.config.norms_context else None
                     weights.append(projection.weight if gain is None else projection.weight * gain)
                     biases.append(projection.bias)
+            norms.append(attention.k_norm.weight)
         bias = torch.cat(biases) if self.config.attention_bias else None
-        norms: list[Tensor] = [
-            cast(DFlashAttention, layer.self_attn).k_norm.weight for layer in layers
-        ]
         return torch.cat(weights), bias, torch.stack(norms)
 
     def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -61,11 +61,9 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of `config` must hold."""
     layers = config.layers
     hidden, inner, head_dim = layers.hidden_size, layers.intermediate_size, layers.head_dim
-    query, kv, taps = (
-        layers.num_attention_heads * head_dim,
-        layers.num_key_value_heads * head_dim,
-        config.num_taps,
-    )
+    query = layers.num_attention_heads * head_dim
+    kv = layers.num_key_value_heads * head_dim
+    taps = config.num_taps
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, taps * config.tap_width),
         "norm.weight": (hidden,),

@@ -20,35 +20,27 @@ _KINDS: dict[str, type[Layers]] = {
     "kimi_k2": DeepseekV3Config,
 }
 _CLASSES = {
-    **dict.fromkeys(
-        ("Eagle3LlamaForCausalLM", "EAGLE3LlamaForCausalLM", "LlamaForCausalLMEagle3"), "llama"
-    ),
-    **dict.fromkeys(("LlamaEagle3DraftModel", "Eagle3MiniMaxM2ForCausalLM"), "llama"),
-    **dict.fromkeys(("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"), "llama"),
-    **dict.fromkeys(
-        ("LlamaForCausalLMPeagle", "PEagleDraftModel", "PeagleLlamaForCausalLM"), "llama"
-    ),
-    **dict.fromkeys(
-        ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM", "Qwen3Eagle3Model"), "qwen3"
-    ),
-    **dict.fromkeys(("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"), "deepseek_v3"),
+    name: kind
+    for kind, names in {
+        "llama": (
+            "Eagle3LlamaForCausalLM EAGLE3LlamaForCausalLM LlamaForCausalLMEagle3"
+            " LlamaEagle3DraftModel Eagle3MiniMaxM2ForCausalLM Eagle3Qwen2_5vlForCausalLM"
+            " Eagle3Qwen3vlForCausalLM LlamaForCausalLMPeagle PEagleDraftModel"
+            " PeagleLlamaForCausalLM"
+        ),
+        "qwen3": "Eagle3Qwen3ForCausalLM PeagleQwen3ForCausalLM Qwen3Eagle3Model",
+        "deepseek_v3": "Eagle3DeepseekV2ForCausalLM Eagle3DeepseekV3ForCausalLM",
+    }.items()
+    for name in names.split()
 }
 """What layers a class has, whose config may be called like that of its target."""
 
 _NEEDED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "vocab_size",
-)
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size",
+)  # fmt: skip
 _FLAGS = (
-    "attention_bias",
-    "mlp_bias",
-    "rope_interleave",
-    "tie_word_embeddings",
-    "use_sliding_window",
-)
+    "attention_bias", "mlp_bias", "rope_interleave", "tie_word_embeddings", "use_sliding_window",
+)  # fmt: skip
 _PASSED_ON = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What no head looks at, and what converted checkpoints keep."""
 
@@ -150,11 +142,9 @@ def _is_token(value: object) -> bool:
 
 def _check_heads(layers: Layers) -> None:
     """Refuses heads that do not divide."""
-    heads, kv_heads, head_dim = (
-        layers.num_attention_heads,
-        layers.num_key_value_heads,
-        layers.head_dim,
-    )
+    heads = layers.num_attention_heads
+    kv_heads = layers.num_key_value_heads
+    head_dim = layers.head_dim
     require(
         heads % kv_heads == 0 and head_dim % 2 == 0 and head_dim > 0,
         f"{heads} query heads on {kv_heads} key heads of {head_dim}: the first must be a multiple"

@@ -179,10 +179,8 @@ class Eagle3Network(SequentialNetwork):
 
     def _layer(self, index: int, weights: "_Weights") -> DecoderLayer:
         config, name = self._config, f"layers.{index}"
-        attention, input_norm = (
-            self._attention_of(index, weights),
-            weights.norm(f"{name}.input_layernorm"),
-        )
+        attention = self._attention_of(index, weights)
+        input_norm = weights.norm(f"{name}.input_layernorm")
         stream_norm = None if config.norm_before_residual else self._stream_norm
         shared: dict[str, Any] = {
             "input_norm": input_norm if index else stream_norm,

@@ -1,6 +1,6 @@
 """Loading the layers that a target, or a checkpoint made for it, has for multi-token prediction."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,15 @@ def load_mtp(path: str | Path | None = None, *, verifier: Verifier) -> Sequentia
         folder = find_folder(path)
         with naming(path):
             _check_sizes(read_json(folder / CONFIG))
-            layers = _believing(lambda: read(verifier, folder))
+            try:
+                layers = read(verifier, folder)
+            except SpecDecError:
+                raise
+            except Exception as error:  # transformers believes files, whose mistakes end in any
+                raise CheckpointError(
+                    f"its config.json describes no layers ({type(error).__name__}:"
+                    f" {one_line(error)}); fetch it again"
+                ) from error
     kind = AssistantDrafter if layers.reads_target else SequentialDrafter
     return kind(PredictionNetwork(layers, verifier), verifier, max_draft_tokens=USUAL_DRAFTS)
 
@@ -40,16 +48,3 @@ def _check_sizes(raw: Mapping[str, Any]) -> None:
     for name in ("text_config", "transformer_layer_config"):
         for size in LIMITS:
             count(Keys([section(raw, name)]), size)
-
-
-def _believing(read: Callable[[], PredictionLayers]) -> PredictionLayers:
-    """What `read` returns; transformers believes files, whose mistakes end in any error."""
-    try:
-        return read()
-    except SpecDecError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"its config.json describes no layers ({type(error).__name__}: {one_line(error)});"
-            f" fetch it again"
-        ) from error

@@ -60,7 +60,6 @@ class PredictionCopier(Drafter):
         max_len: int,
         draft_sampling: DraftSampling,
     ) -> "BoundCopier":
-        """See `specdec.model.core.Drafter.bind`."""
         return BoundCopier(max_num_seqs, max_len, verifier.device)
 
 
@@ -108,7 +107,6 @@ class BoundCopier(BoundDrafter):
         self.places[slot] = min(COMPARED + max(0, len(output) - 1), len(row) - 1)
 
     def expected_accepted(self, batch: DecodeBatch) -> Tensor:
-        """See `BoundDrafter.expected_accepted`."""
         found = self._align(batch)
         tokens = following(self.rows.index_select(0, batch.slots), found.places, batch.k)
         return _forecast(found, _count(tokens))
@@ -205,7 +203,6 @@ class BoundPredicted(BoundComposed):
         self.copies.predict(slot, prompt, output, prediction)
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """See `BoundComposed.propose`."""
         self._forecasting(True)
         try:
             output = super().propose(batch)

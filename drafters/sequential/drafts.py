@@ -7,14 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.choice import MAX_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
+from drafters.choice import (
+    MAX_CANDIDATES,
+    Choice,
+    Guesses,
+    chain_of,
+    choose,
+    forecast_chain,
+    guess,
+    tree_of,
+)
 from drafters.sequential.growth import UNKNOWN, Growth, Level, joined
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.config import DraftSampling
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import BoundDrafter, DraftOutput
-from specdec.sampling.trees.trees import BestPaths, best_first
+from specdec.sampling.trees.trees import best_first
 
 
 class TokenByToken(BoundDrafter):
@@ -41,7 +50,7 @@ class TokenByToken(BoundDrafter):
     ) -> DraftOutput:
         """Drafts of hidden states [num_reqs * count, ...], then one forward for each more."""
         network, choose = self.network, self._guess if batch.shape.is_tree else self._choose
-        choices = [choose(batch, hidden, 0, count)]
+        choices: list[Any] = [choose(batch, hidden, 0, count)]
         for draft, (position_ids, metadata) in enumerate(single_rows, start=1):
             # the likeliest, where there are several
             newest = choices[-1].token_ids.view(batch.num_reqs, -1)[:, 0]
@@ -51,18 +60,8 @@ class TokenByToken(BoundDrafter):
         if batch.shape.is_tree:
             guesses = Guesses(*(torch.cat(parts, dim=1) for parts in zip(*choices, strict=True)))
             return self._tree(batch, *guesses)
-        token_ids, probs, own = (side_by_side(parts) for parts in zip(*choices, strict=True))
-        assert token_ids is not None
-        candidate_ids = (
-            None
-            if probs is None or network.target_ids is None
-            else network.target_ids.expand(probs.shape)
-        )
-        chain = DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids)
-        if own is not None:
-            paths = own.cumprod(dim=1)
-            chain.forecast, chain.scores = paths.sum(dim=1), paths.log()
-        return chain
+        chain, own = chain_of(choices, network.target_ids)
+        return chain if own is None else forecast_chain(chain, own)
 
     def _tree(self, batch: DecodeBatch, token_ids: Tensor, scores: Tensor) -> DraftOutput:
         """The likeliest paths through guesses [num_reqs, depth, C].
@@ -74,7 +73,7 @@ class TokenByToken(BoundDrafter):
             edges = torch.full_like(scores, UNKNOWN)[:, :, None].repeat(1, 1, scores.shape[-1], 1)
             edges[:, :, 0] = scores
             scores = edges
-        return self._block(token_ids, best_first(scores, batch.k))
+        return tree_of(token_ids, best_first(scores, batch.k), forecasts=self.forecasts)
 
     def _grown(
         self,
@@ -98,27 +97,12 @@ class TokenByToken(BoundDrafter):
         token_ids, edges, ranks = joined(levels)
         best = best_first(edges, batch.k)
         tree = replace(best.tree, ranks=ranks.flatten(1).gather(1, best.places))
-        return self._block(token_ids, best._replace(tree=tree))
-
-    def _block(self, token_ids: Tensor, best: BestPaths) -> DraftOutput:
-        """The paths through candidates [num_reqs, depth, C]."""
-        output = DraftOutput(
-            token_ids.flatten(1).gather(1, best.places), num_drafts=best.num_drafts, tree=best.tree
-        )
-        if self.forecasts:
-            output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
-        return output
+        return tree_of(token_ids, best._replace(tree=tree), forecasts=self.forecasts)
 
     def _choose(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Choice:
         logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
-        return choose(
-            batch,
-            logits,
-            first,
-            self.draft_sampling,
-            self.network.target_ids,
-            wants_own=self.forecasts,
-        )
+        given = batch, logits, first, self.draft_sampling, self.network.target_ids
+        return choose(*given, wants_own=self.forecasts)
 
     def _guess(
         self, batch: DecodeBatch, hidden: Tensor, first: int, count: int, *, alike: bool = False
@@ -126,6 +110,5 @@ class TokenByToken(BoundDrafter):
         """As many candidates as a tree may need if each but the likeliest ends a path."""
         logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
         most = max(min(MAX_CANDIDATES, batch.k), -(-batch.k // batch.shape.depth))
-        return guess(
-            batch, logits, first, most, self.draft_sampling, self.network.target_ids, alike=alike
-        )
+        given = batch, logits, first, most, self.draft_sampling, self.network.target_ids
+        return guess(*given, alike=alike)

@@ -76,11 +76,9 @@ class SuffixDrafter(Drafter):
                 f"shortest is {shortest} and longest {longest}; they must be ordered, from 1 to"
                 f" {LONGEST}"
             )
-        self.max_draft_tokens, self.occurrences, self.pool_tokens = (
-            max_draft_tokens,
-            occurrences,
-            pool_tokens,
-        )
+        self.max_draft_tokens = max_draft_tokens
+        self.occurrences = occurrences
+        self.pool_tokens = pool_tokens
         self.longest, self.shortest = longest, shortest
         self.compared = min(longest, max(COMPARED, shortest))
 
@@ -146,7 +144,6 @@ class BoundSuffix(BoundDrafter):
             self._spans.zero_()
 
     def expected_accepted(self, batch: DecodeBatch) -> Tensor:
-        """See `BoundDrafter.expected_accepted`."""
         self._found = self._find(batch, self._drafter.occurrences)
         return best_chain(
             self._found.continuations, self._found.lengths, self._drafter.longest
@@ -164,10 +161,8 @@ class BoundSuffix(BoundDrafter):
         found, self._found = self._found, None  # nothing outlives a step: it may be a graph's
         if found is None or not found.serves(batch, count):
             found = self._find(batch, count)
-        continuations, lengths = (
-            found.continuations[:, :count, : shape.depth],
-            found.lengths[:, :count],
-        )
+        continuations = found.continuations[:, :count, : shape.depth]
+        lengths = found.lengths[:, :count]
         return (
             self._tree(batch, continuations, lengths)
             if shape.is_tree

@@ -127,10 +127,8 @@ def find(
     order = torch.where(lengths >= shortest, lengths * width + columns, -1)
     best, ends = F.pad(order, (0, max(0, count - width)), value=-1).topk(count, dim=1)
     matched = best >= 0
-    found, ends = (
-        torch.where(matched, best // width, 0).long(),
-        torch.where(matched, ends, before - 1),
-    )
+    found = torch.where(matched, best // width, 0).long()
+    ends = torch.where(matched, ends, before - 1)
     more = torch.arange(compared, suffix.shape[1], device=texts.device)
     if len(more):
         places = ends[..., None] - more

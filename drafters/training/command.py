@@ -97,15 +97,9 @@ def run(args: argparse.Namespace) -> int:
     ordered = tuple(stage for stage in STAGES if stage in stages)
     make_folder(config.folder)
     try:
-        return (
-            0
-            if (
-                _run_here(ordered, config)
-                if args.ray is None
-                else _run_there(ordered, config, args)
-            )
-            else 1
-        )
+        there = args.ray is not None
+        done = _run_there(ordered, config, args) if there else _run_here(ordered, config)
+        return 0 if done else 1
     except KeyboardInterrupt:
         print(
             f"\nspecdec: what is finished is kept in {config.folder}; the same command goes on from"
@@ -137,12 +131,9 @@ def _run_there(stages: tuple[str, ...], config: TrainConfig, args: argparse.Name
     from drafters.training.stages import run_stages
     from specdec.cluster.train import run_workers
 
-    shared, last = (
-        tuple(stage for stage in stages if stage != "finish"),
-        tuple(stage for stage in stages if stage == "finish"),
-    )
+    shared = tuple(stage for stage in stages if stage != "finish")
     return all(
         run_workers(args.ray, run_stages, some, config, workers=workers, folder=config.folder)
-        for some, workers in ((shared, args.workers), (last, 1))
+        for some, workers in ((shared, args.workers), (stages[len(shared) :], 1))
         if some
     )

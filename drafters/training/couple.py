@@ -96,10 +96,8 @@ def run(args: argparse.Namespace) -> int:
     from drafters.dflash.drafter import check_fit
     from drafters.lilicorr.lattice import LatticeConfig
 
-    config, load = (
-        CoupleConfig(**from_options(CoupleConfig, args)),
-        LoadConfig(**from_options(LoadConfig, args)),
-    )
+    config = CoupleConfig(**from_options(CoupleConfig, args))
+    load = LoadConfig(**from_options(LoadConfig, args))
     folder = user_path(args.drafter)
     shape, tensors = read_checkpoint(folder)
     check_writable(folder / CONFIG)

@@ -91,17 +91,12 @@ def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
     for layout, name in LAYOUTS.items():
         folder, shape, tensors = config.folder / name, model.config, own
         if layout not in ARCHITECTURES[shape.algorithm] or misreading(shape, layout):
-            for file in (
-                "config.json",
-                "model.safetensors",
-            ):  # of an earlier run, whose shape it could say
+            for file in ("config.json", "model.safetensors"):  # of an earlier run of another shape
                 remove(folder / file)
             continue
         if shape.tied_tables and layout == "speculators":
-            shape, tensors = (
-                replace(shape, tied_tables=False),
-                {n: x.cpu() for n, x in expanded(own, target).items()},
-            )
+            shape = replace(shape, tied_tables=False)
+            tensors = {n: x.cpu() for n, x in expanded(own, target).items()}
         write_checkpoint(folder, shape, tensors, layout=layout, over=True)
         _, back = read_checkpoint(folder)
         if back.keys() != tensors.keys() or not all(

@@ -229,10 +229,8 @@ class MasterOptimizer:
             assert isinstance(shard, DTensor)
             where = shard.device_mesh, shard.placements
             sizes: dict[str, Any] = {"shape": shard.shape, "stride": shard.stride()}
-            value, shape = (
-                DTensor.from_local(mine[name], *where, **sizes).full_tensor(),
-                shard.shape,
-            )
+            value = DTensor.from_local(mine[name], *where, **sizes).full_tensor()
+            shape = shard.shape
         else:
             weight = self._weights[name]
             shape = torch.Size() if of_one else weight.shape

@@ -104,11 +104,9 @@ class PaperMarkov:
             self.w["joint_proj.weight"] @ torch.cat([self.state, w1, hidden])
             + self.w["joint_proj.bias"]
         )
-        gate, candidate, output = (
-            joint[: self.rank],
-            joint[self.rank : 2 * self.rank],
-            joint[2 * self.rank :],
-        )
+        gate = joint[: self.rank]
+        candidate = joint[self.rank : 2 * self.rank]
+        output = joint[2 * self.rank :]
         gate = 1 / (1 + torch.exp(-gate))
         self.state = gate * self.state + (1 - gate) * candidate.tanh()
         return w2 @ output.tanh()

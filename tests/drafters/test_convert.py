@@ -62,10 +62,8 @@ def same(folder: Path, config: DFlashConfig, source: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_there_and_back(name: str, first: Layout, tmp_path: Path) -> None:
     """Nothing of a drafter is lost on the way through the other layout."""
-    source, second = (
-        write_tiny_dflash(tmp_path / "a", CONFIGS[name], layout=first),
-        "speculators" if first == "z-lab" else "z-lab",
-    )
+    source = write_tiny_dflash(tmp_path / "a", CONFIGS[name], layout=first)
+    second = "speculators" if first == "z-lab" else "z-lab"
     config = read_checkpoint(source)[0]
     convert(source, tmp_path / "b", second)
     same(tmp_path / "b", config, source)

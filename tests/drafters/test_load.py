@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from drafters.algorithms import algorithm_of
 from drafters.convert import convert
 from drafters.dflash.drafter import DFlashDrafter
-from drafters.fit import TargetShape, read_fit
+from drafters.fit import read_fit
 from drafters.load import load_drafter
 from drafters.ngram import NGramDrafter, load_ngram
 from specdec.base import registry
@@ -261,11 +261,7 @@ def test_heads_of_eagle_and_eagle_2_are_refused_by_name(
         load_drafter(tmp_path, verifier=target)
     with pytest.raises(CheckpointError, match="this is a head of EAGLE or EAGLE-2"):
         convert(tmp_path, tmp_path / "made", "sglang")
-    assert (
-        read_fit(str(tmp_path), cast(TargetShape, target))
-        .problems[0]
-        .startswith("this is a head of EAGLE")
-    )
+    assert read_fit(str(tmp_path), target).problems[0].startswith("this is a head of EAGLE")
 
 
 def test_a_draft_model_without_a_tokenizer(tmp_path: Path) -> None:

@@ -155,10 +155,8 @@ def test_trees_against_plain_python(
         prompt_lookup_min=shortest,
     )
     for row, text in enumerate(texts):
-        shares, found = (
-            naive_shares(text, shape.depth, most, longest, shortest),
-            paths_of(draft, row),
-        )
+        shares = naive_shares(text, shape.depth, most, longest, shortest)
+        found = paths_of(draft, row)
         assert len(set(found)) == len(found) == min(shape.drafts, len(shares))
         best = sorted(shares.values(), reverse=True)[: len(found)]
         assert sum(shares[path] for path in found) == pytest.approx(sum(best), rel=1e-5)

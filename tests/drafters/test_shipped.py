@@ -50,12 +50,10 @@ def of_its_shape(name: str) -> FakeVerifier:
             return torch.zeros(*hidden.shape[:-1], self.vocab_size)
 
     verifier = Fitting()
-    verifier.name, verifier.num_layers, verifier.hidden_size, verifier.vocab_size = (
-        name,
-        30,
-        576,
-        49152,
-    )
+    verifier.name = name
+    verifier.num_layers = 30
+    verifier.hidden_size = 576
+    verifier.vocab_size = 49152
     return verifier
 
 

@@ -120,11 +120,9 @@ class FakeVerifier:
         config = self.target.config
         self.name = "tiny"
         self.device, self.dtype = torch.device("cpu"), torch.float32
-        self.vocab_size, self.hidden_size, self.num_layers = (
-            config.vocab_size,
-            config.hidden_size,
-            config.num_hidden_layers,
-        )
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.num_layers = config.num_hidden_layers
         self.max_model_len, self.context = 512, ContextLimits(512, 512)
         self.eos_token_ids: tuple[int, ...] = ()
         self.defaults, self.random_weights = SamplingDefaults(), False

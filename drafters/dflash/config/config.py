@@ -16,6 +16,11 @@ MAX_DRAFTS = 1024
 """More drafts per block than any drafter has: a number beyond comes from a damaged file."""
 
 
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+
 AttentionGate = Literal["per-head", "per-element"]
 """Which numbers of attention's output share a gate."""
 
@@ -115,32 +120,7 @@ class DFlashConfig:
     coupling: Coupling | None = field(default=None, metadata={FITTED: True})
 
     def __post_init__(self) -> None:
-        sizes = (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-        )
-        of_target = ("target_hidden_size", "num_target_layers")
-        for name in (
-            *sizes,
-            "max_position_embeddings",
-            *(one for one in of_target if getattr(self, one) is not None),
-        ):
-            require(
-                1 <= getattr(self, name) < 2**31,
-                f"{name} is {getattr(self, name)}; it must be positive and below 2**31",
-            )
-        require(
-            self.max_draft_tokens >= 1,
-            f"block_size is {self.block_size}, which leaves no row to predict a token; at least 2",
-        )
-        require(
-            self.max_draft_tokens <= MAX_DRAFTS,
-            f"block_size is {self.block_size}; it must be at most {MAX_DRAFTS:,}",
-        )
+        self._check_values()
         require(
             self.speculative_tokens is None
             or 1 <= self.speculative_tokens <= self.max_draft_tokens,
@@ -174,23 +154,6 @@ class DFlashConfig:
             0 <= self.mask_token_id < self.vocab_size,
             f"mask_token_id {self.mask_token_id} lies outside {self.vocab_size} embeddings",
         )
-        require(
-            self.rms_norm_eps >= 0, f"rms_norm_eps is {self.rms_norm_eps}; it must be at least 0"
-        )
-        softcap = self.final_logit_softcapping
-        require(
-            softcap is None or softcap > 0,
-            f"final_logit_softcapping is {softcap}; it must be positive",
-        )
-        require(
-            self.output_multiplier > 0,
-            f"output_multiplier is {self.output_multiplier}; it must be positive",
-        )
-        require(
-            self.draft_vocab_size is None or 1 <= self.draft_vocab_size < self.vocab_size,
-            f"draft_vocab_size is {self.draft_vocab_size}; it must be at least 1 and smaller than"
-            f" vocab_size {self.vocab_size}, or left out",
-        )
         rope_type = self.rope_parameters.get("rope_type")
         supported = ", ".join(STATIC_ROPE_TYPES)
         require(
@@ -219,32 +182,46 @@ class DFlashConfig:
         if self.coupling is not None:
             self.coupling.check(self.max_draft_tokens)
 
-    def _check_latent(self, latent: LatentSizes) -> None:
-        sizes = (
-            latent.rank,
-            latent.nope,
-            latent.rope,
-            latent.value,
-            1 if latent.query_rank is None else latent.query_rank,
+    def _check_values(self) -> None:
+        """Those of which it can be told one by one."""
+        softcap, most = self.final_logit_softcapping, self.vocab_size
+        large = "positive and below 2**31"
+        rules = [(name, 1 <= getattr(self, name) < 2**31, large) for name in _SIZES]
+        for name in ("target_hidden_size", "num_target_layers"):
+            value = getattr(self, name)
+            rules.append((name, value is None or 1 <= value < 2**31, large))
+        reduced = self.draft_vocab_size is None or 1 <= self.draft_vocab_size < most
+        below = f"at least 1 and smaller than vocab_size {most}, or left out"
+        rules += [
+            ("block_size", self.max_draft_tokens <= MAX_DRAFTS, f"at most {MAX_DRAFTS:,}"),
+            ("rms_norm_eps", self.rms_norm_eps >= 0, "at least 0"),
+            ("final_logit_softcapping", softcap is None or softcap > 0, "positive"),
+            ("output_multiplier", self.output_multiplier > 0, "positive"),
+            ("draft_vocab_size", reduced, below),
+        ]
+        for name, right, rule in rules:
+            require(right, f"{name} is {getattr(self, name)}; it must be {rule}")
+        require(
+            self.max_draft_tokens >= 1,
+            f"block_size is {self.block_size}, which leaves no row to predict a token; at least 2",
         )
+
+    def _check_latent(self, latent: LatentSizes) -> None:
+        query = 1 if latent.query_rank is None else latent.query_rank
+        sizes = (latent.rank, latent.nope, latent.rope, latent.value, query)
         right = min(sizes) >= 1 and max(sizes) < 2**31 and latent.rope % 2 == 0
         require(
             right,
             f"{latent} are no sizes of latent attention; they must be positive and below 2**31, and"
             f" rope even",
         )
-        plain = not (
-            self.attention_bias
-            or self.attention_sinks
-            or self.gemma
-            or self.mixes_taps
-            or self.convolves
-        )
+        others = (
+            self.attention_bias, self.attention_sinks, self.gemma, self.mixes_taps, self.convolves,
+            self.attention_gate is not None, self.attention_value_scale != 1,
+            set(self.windows) != {None},
+        )  # fmt: skip
         require(
-            plain
-            and self.attention_gate is None
-            and self.attention_value_scale == 1
-            and set(self.windows) == {None},
+            not any(others),
             "a drafter with latent attention has neither windows nor biases, gates, sinks or"
             " convolutions; this one says it has",
         )

@@ -87,15 +87,11 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     # The first releases of speculators had no causal layers, and no key to say so.
     windows, causal = _layer_kinds(keys, layer_count, non_causal="speculators_model_type" in raw)
     keys_as_values = family.gemma and _or(keys.flag("attention_k_eq_v"), False)
-    hidden_size, heads, vocab_size = (
-        keys.required("hidden_size"),
-        keys.required("num_attention_heads"),
-        keys.required("vocab_size"),
-    )
-    draft_vocab_size, head_dim = (
-        keys.integer("draft_vocab_size"),
-        _head_dim(keys, family, hidden_size // max(heads, 1)),
-    )
+    hidden_size = keys.required("hidden_size")
+    heads = keys.required("num_attention_heads")
+    vocab_size = keys.required("vocab_size")
+    draft_vocab_size = keys.integer("draft_vocab_size")
+    head_dim = _head_dim(keys, family, hidden_size // max(heads, 1))
     verifier = section(section(raw, "speculators_config"), "verifier")
     architectures = verifier.get("architectures") or keys.find("verifier_architectures") or []
     require(
@@ -172,10 +168,8 @@ def _embedding_scale(raw: Mapping[str, Any], keys: Keys) -> float | None:
     Where nothing is stated, speculators means 1, since it trains on a plain table, and z-lab's
     DFlash the target's own.
     """
-    stated, of_target = (
-        Keys(keys.places[:-1]).number("input_embedding_scale"),
-        keys.flag("target_embedding_scale"),
-    )
+    stated = Keys(keys.places[:-1]).number("input_embedding_scale")
+    of_target = keys.flag("target_embedding_scale")
     if stated is not None or of_target:
         return stated
     return _or(
@@ -217,13 +211,11 @@ def _target_layer_ids(keys: Keys, layer_count: int, *, guesses: bool) -> tuple[i
     """
     ids, shift = keys.find("target_layer_ids"), 0
     if ids is None:
-        ids, shift = (
-            _or(
-                keys.find("aux_hidden_state_layer_ids"),
-                keys.find("eagle_aux_hidden_state_layer_ids"),
-            ),
-            1,
+        ids = _or(
+            keys.find("aux_hidden_state_layer_ids"),
+            keys.find("eagle_aux_hidden_state_layer_ids"),
         )
+        shift = 1
     if ids is None:
         num_target_layers = _or(keys.integer("num_target_layers"), 0)
         require(

@@ -25,10 +25,8 @@ def zlab_names(tensors: Mapping[str, Tensor], config: DFlashConfig) -> dict[str,
     Raises:
         CheckpointError: a joined projection has another number of rows than its parts.
     """
-    query, kv = (
-        config.num_attention_heads * config.head_dim,
-        config.num_key_value_heads * config.head_dim,
-    )
+    query = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
     joined = {
         "self_attn.qkv_proj": {"q_proj": query, "k_proj": kv, "v_proj": kv},
         "mlp.gate_up_proj": {

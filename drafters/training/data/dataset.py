@@ -105,10 +105,8 @@ class AnswerSet:
             for a in long_enough
             if mask_token_id not in a.answer_ids and mask_token_id not in a.prompt_ids
         ]
-        self.num_too_long, self.num_too_short = (
-            len(answers) - len(fitting),
-            len(fitting) - len(long_enough),
-        )
+        self.num_too_long = len(answers) - len(fitting)
+        self.num_too_short = len(fitting) - len(long_enough)
         self.num_masked = len(long_enough) - len(kept)
         if self.num_masked > MAX_MASKED * len(long_enough):
             raise InvalidInputError(

@@ -22,7 +22,8 @@ from specdec.session.prompts import PromptReader
 from specdec.session.provenance import command_line, commit, origin_of_run, versions
 
 Asked = tuple[list[int], SamplingParams]
-Answering = Callable[[Iterator[Asked]], Generator[tuple[int, GenerationResult], None, None]]
+Answered = Generator[tuple[int, GenerationResult], None, None]
+Answering = Callable[[Iterator[Asked]], Answered]
 """Answers prompts, whose numbers come with the answers as they end."""
 
 WAITS = (1.0, 5.0, 25.0)
@@ -58,9 +59,7 @@ class Source:
     def of_engine(cls, decoder: SpecDecoder) -> "Source":
         """Our engine."""
 
-        def answers(
-            prompts: Iterator[Asked],
-        ) -> Generator[tuple[int, GenerationResult], None, None]:
+        def answers(prompts: Iterator[Asked]) -> Answered:
             with closing(decoder.session.map(prompts, text=False)) as chunks:
                 for chunk in chunks:
                     assert chunk.result is not None, "only ends are asked for"
@@ -106,9 +105,7 @@ class Source:
         tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(model)
         reader = PromptReader.of(tokenizer, model, load or LoadConfig())
 
-        def answers(
-            prompts: Iterator[Asked],
-        ) -> Generator[tuple[int, GenerationResult], None, None]:
+        def answers(prompts: Iterator[Asked]) -> Answered:
             pool, running = ThreadPoolExecutor(at_once), dict[Future[GenerationResult], int]()
             numbered = enumerate(prompts)
             try:
@@ -124,15 +121,10 @@ class Source:
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
-        origin = {
-            "command": command_line(),
-            "commit": commit(),
-            "versions": versions(),
-            "target": model,
-            **reader.stated,
-        }
+        about = {"target": model, **reader.stated, "server": url, "served_as": called}
+        run = {"command": command_line(), "commit": commit(), "versions": versions()}
+        origin = run | about
         limit = served.get("max_model_len") or max_model_len
-        origin |= {"server": url, "served_as": called}
         return cls(model, reader, limit, answers, origin)
 
     def tokenize(self, prompt: Any) -> list[int]:
@@ -141,11 +133,7 @@ class Source:
 
 
 class _Server:
-    """Asks a server.
-
-    Args:
-        url: with or without /v1.
-    """
+    """Asks a server, whose address may end with /v1."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -155,11 +143,7 @@ class _Server:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def complete(
-        self,
-        model: str,
-        tokenizer: Any,
-        ids: list[int],
-        sampling: SamplingParams,
+        self, model: str, tokenizer: Any, ids: list[int], sampling: SamplingParams
     ) -> GenerationResult:
         """An answer. Where the server gives no token ids, its text is split, and the end of a text
         that it stopped at is put behind it.

@@ -66,14 +66,9 @@ class ReplayResult:
         ... of those that were drawn.
         """
         names = [*map(str, self.shapes), "candidates"]
-        kinds = [
-            sampled
-            for sampled in (False, True)
-            if any((t > 0) == sampled for t in self.temperatures)
-        ]
         return {
             f"{'sampled ' * sampled}{name}": self._tau(i, sampled)
-            for sampled in kinds
+            for sampled in sorted({t > 0 for t in self.temperatures})
             for i, name in enumerate(names)
         }
 
@@ -89,17 +84,9 @@ class ReplayResult:
         return self._tau(0 if shape is None else self.shapes.index(shape), sampled)
 
     def _tau(self, place: int, sampled: bool) -> float:
-        steps = [
-            steps[place]
-            for t, steps in zip(self.temperatures, self.num_steps, strict=True)
-            if (t > 0) == sampled
-        ]
-        emitted = [
-            count
-            for t, count in zip(self.temperatures, self.num_emitted, strict=True)
-            if (t > 0) == sampled
-        ]
-        return sum(emitted) / sum(steps)
+        answers = zip(self.temperatures, self.num_emitted, self.num_steps, strict=True)
+        some = [(count, steps[place]) for t, count, steps in answers if (t > 0) == sampled]
+        return sum(count for count, _ in some) / sum(steps for _, steps in some)
 
 
 def walk(matches: Sequence[int]) -> int:
@@ -128,12 +115,8 @@ def shapes_of(depth: int, vocab_size: int, *, trees: bool = True) -> tuple[Block
     >>> [str(shape) for shape in shapes_of(15, 49152)]
     ['15', 'tree 16', 'tree 64']
     """
-    paths = (
-        sum(min(MAX_CANDIDATES, vocab_size) ** min(d, 6) for d in range(1, depth + 1))
-        if trees
-        else 0
-    )
-    return (BlockShape(depth), *(BlockShape(n, depth) for n in TREES if n <= paths))
+    paths = sum(min(MAX_CANDIDATES, vocab_size) ** min(d, 6) for d in range(1, depth + 1))
+    return (BlockShape(depth), *(BlockShape(n, depth) for n in TREES if trees and n <= paths))
 
 
 @torch.no_grad()
@@ -156,23 +139,19 @@ def replay(
     drafts, embed = _Drafts(model, target, config), embed_of(model, target)
     temperatures, emitted, steps = [], [], []
     reached, offered, held, asked = torch.zeros(4, num_rows).unbind()
-    order = sorted(
-        range(len(answers)), key=lambda index: (answers.draws[index][0], answers.lengths[index])
-    )
+    keys = [
+        (temperature, n) for (temperature, _), n in zip(answers.draws, answers.lengths, strict=True)
+    ]
+    order = sorted(range(len(answers)), key=keys.__getitem__)
     for piece in in_batches(len(order), max(config.batch_size // config.accumulation, 1)):
         chosen = [order[i] for i in piece]
-        batch = answers.take(
-            chosen, torch.tensor(chosen, device=target.device), answers.longest(chosen)
-        )
+        indices = torch.tensor(chosen, device=target.device)
+        batch = answers.take(chosen, indices, answers.longest(chosen))
         draws = [answers.draws[index] for index in chosen]
         sampling = _sampling(draws, config.top_p, target.device)
-        greedy = torch.tensor([temperature == 0 for temperature, _ in draws], device=target.device)[
-            :, None, None
-        ]
+        greedy = torch.tensor([[[temperature == 0]] for temperature, _ in draws]).to(target.device)
         features, _ = target.features(batch)
-        context = model.context_kv(
-            features, torch.arange(batch.token_ids.shape[1], device=target.device)
-        )
+        context = model.context_kv(features, batch.positions)
         counts = (batch.lengths - batch.prompt_lens - 1).tolist()
         found = []
         for chunk in in_batches(-(-max(counts) // anchors) * anchors, anchors):
@@ -188,11 +167,8 @@ def replay(
             rows = torch.arange(num_rows, device=target.device)
             reached += ((rows < accepted[..., :1]) & greedy).sum(dim=(0, 1)).cpu()
             offered += (blocks.valid & greedy).sum(dim=(0, 1)).cpu()
-            asking = (
-                blocks.valid
-                & greedy
-                & F.pad(inside[..., :-1], (1, 0), value=True).cumprod(dim=-1).bool()
-            )
+            reaches = F.pad(inside[..., :-1], (1, 0), value=True).cumprod(dim=-1).bool()
+            asking = blocks.valid & greedy & reaches
             asked += asking.sum(dim=(0, 1)).cpu()
             held += (asking & inside).sum(dim=(0, 1)).cpu()
         matches = torch.cat(found, dim=1).transpose(1, 2).tolist()  # by answer, shape and anchor
@@ -215,11 +191,9 @@ class _Drafts:
         self.shapes = shapes_of(
             model.config.max_draft_tokens, vocab_size, trees=not target.tree_reasons
         )
-        self._to_logits, self._rows, self._width = (
-            head_of(model, target),
-            config.loss_rows,
-            min(MAX_CANDIDATES, vocab_size),
-        )
+        self._to_logits = head_of(model, target)
+        self._rows = config.loss_rows
+        self._width = min(MAX_CANDIDATES, vocab_size)
         coupling = model.config.coupling
         table = None if coupling is None else CouplingTable(coupling, target.device)
         own = model.config.head

@@ -159,10 +159,8 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.empty_like(hidden)
         sums = [torch.zeros_like(x, dtype=torch.float32) for x in weights]
-        loss, weight = (
-            hidden.new_zeros((), dtype=torch.float32),
-            hidden.new_zeros((), dtype=torch.float32),
-        )
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        weight = hidden.new_zeros((), dtype=torch.float32)
         matches = []
         given = hidden, gradient, labels, valid, previous, teacher_hidden, context
         parts: Any = zip(

@@ -120,10 +120,8 @@ class Objective:
         loss, weight, matches = block_loss(final, labels, valid, config, teacher)
         if self.base_share is not None:
             base_loss, base_weight, _ = block_loss(base, labels, valid, config, teacher)
-            loss, weight = (
-                torch.lerp(loss, base_loss, self.base_share),
-                torch.lerp(weight, base_weight, self.base_share),
-            )
+            loss = torch.lerp(loss, base_loss, self.base_share)
+            weight = torch.lerp(weight, base_weight, self.base_share)
         return loss, weight, matches, final
 
     def _paired(

@@ -23,10 +23,8 @@ class Fixed(Drafter, BoundDrafter):
         forecasts: Sequence[float] | None,
         taps: tuple[int, ...] = (),
     ) -> None:
-        self.tokens, self.promised = (
-            torch.tensor([token_ids]),
-            None if forecasts is None else torch.tensor(forecasts),
-        )
+        self.tokens = torch.tensor([token_ids])
+        self.promised = None if forecasts is None else torch.tensor(forecasts)
         self.max_draft_tokens, self.aux_layer_ids = len(token_ids), taps
         self.committed: list[VerifyOutput] = []
 

@@ -89,10 +89,8 @@ def test_new_ones_change_nothing() -> None:
     model = DFlashModel(CONVOLVED)
     missing = model.load_state_dict(tiny_tensors(), strict=False)
     assert len(missing.missing_keys) == 4 * TINY.num_hidden_layers and not missing.unexpected_keys
-    features, block = (
-        torch.randn(5, TINY.feature_size),
-        torch.randn(TINY.block_size, TINY.hidden_size),
-    )
+    features = torch.randn(5, TINY.feature_size)
+    block = torch.randn(TINY.block_size, TINY.hidden_size)
     assert dense_hidden(model, features, block).equal(dense_hidden(tiny_model(), features, block))
 
 

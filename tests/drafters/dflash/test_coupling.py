@@ -50,10 +50,8 @@ FITTED = Coupling(
 )
 def test_interpolation(temperature: float, low: int, high: int, share: float) -> None:
     """Between the neighbors in temperature, beyond the ends the outermost; by request."""
-    fitted, temperatures = (
-        CouplingTable(FITTED, torch.device("cpu")),
-        torch.tensor([1.0, temperature]),
-    )
+    fitted = CouplingTable(FITTED, torch.device("cpu"))
+    temperatures = torch.tensor([1.0, temperature])
     with no_host_sync():
         weights = fitted.at(temperatures, SLOTS - 2)
     table = torch.tensor([FITTED.a, FITTED.b])[..., : SLOTS - 2]
@@ -94,10 +92,8 @@ def proposed(
 def test_drafts_follow_the_weights(shape: BlockShape) -> None:
     """Chains and trees are those of the weights at each request's temperature, and of no others."""
     draft, bound, batch = proposed(FITTED, shape, [0.7, 2.0])
-    logits, positions = (
-        bound.logits(bound.draft_hidden(batch)),
-        batch.positions(shape.depth + 1)[:, 1:],
-    )
+    logits = bound.logits(bound.draft_hidden(batch))
+    positions = batch.positions(shape.depth + 1)[:, 1:]
     weights = torch.tensor([FITTED.a, FITTED.b])[:, 1:, : shape.depth]
     token_ids, scores = candidates(
         logits, batch.sampling, positions, 12 if shape.is_tree else 1, weights=weights

@@ -180,10 +180,8 @@ def expected_hidden(t: dict[str, Tensor], features: Tensor, block: Tensor) -> Te
         query = query.view(width, HEADS, NOPE + ROPE)
         query = torch.cat([query[..., :NOPE], turned(query[..., NOPE:], own)], -1)
         latent = torch.cat([context, normed]) @ w["self_attn.kv_a_proj_with_mqa"].T
-        compressed, key_rope = (
-            rms(latent[:, :RANK], w["self_attn.kv_a_layernorm"]),
-            latent[:, None, RANK:],
-        )
+        compressed = rms(latent[:, :RANK], w["self_attn.kv_a_layernorm"])
+        key_rope = latent[:, None, RANK:]
         key_rope = turned(key_rope, torch.arange(start + width))
         keys_values = (compressed @ w["self_attn.kv_b_proj"].T).view(-1, HEADS, NOPE + VALUE)
         key = torch.cat([keys_values[..., :NOPE], key_rope.expand(-1, HEADS, -1)], -1)

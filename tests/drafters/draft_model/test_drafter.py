@@ -187,10 +187,8 @@ def test_beside_another_drafter(target: Verifier) -> None:
         [random_dflash(verifier), DraftModel(paged_verifier(model), verifier, max_draft_tokens=K)]
     )
     prompts = random_prompts(3)
-    plain, drafted = (
-        run(verifier, None, prompts, max_tokens=60),
-        run(verifier, both, prompts, max_tokens=60),
-    )
+    plain = run(verifier, None, prompts, max_tokens=60)
+    drafted = run(verifier, both, prompts, max_tokens=60)
     assert [request.output_token_ids for request in drafted] == [
         request.output_token_ids for request in plain
     ]

@@ -87,10 +87,8 @@ def test_formula(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_speculators(kind: str) -> None:
     """The public heads take our weights by name, and say the same."""
-    public, config = (
-        speculators("models.dspark.model_definitions"),
-        with_head(replace(FULL, kind=kind), sample_from_anchor=True),
-    )
+    public = speculators("models.dspark.model_definitions")
+    config = with_head(replace(FULL, kind=kind), sample_from_anchor=True)
     model = DFlashModel(config)
     model.load_state_dict(head_tensors(config))
     assert config.head is not None

@@ -124,11 +124,9 @@ def paper_logits(
         drafts: k tokens.
     """
     w = {name.removeprefix("layers.0."): tensor for name, tensor in tensors.items()}
-    dim, heads, groups = (
-        raw["head_dim"],
-        raw["num_attention_heads"],
-        raw["num_attention_heads"] // raw["num_key_value_heads"],
-    )
+    dim = raw["head_dim"]
+    heads = raw["num_attention_heads"]
+    groups = raw["num_attention_heads"] // raw["num_key_value_heads"]
 
     def norm(x: Tensor, name: str) -> Tensor:
         return (

@@ -181,10 +181,8 @@ def test_trees_grow_behind_the_likeliest_paths_of_each_level(kind: str, temperat
         propose, bound.forecasts = bound.propose, True
 
         def noting(batch: DecodeBatch) -> DraftOutput:
-            output, by_slot = (
-                propose(batch),
-                {request.slot: request for request in engine.scheduler.working},
-            )
+            output = propose(batch)
+            by_slot = {request.slot: request for request in engine.scheduler.working}
             for place, (slot, length) in enumerate(
                 zip(batch.slots.tolist(), batch.seq_lens.tolist(), strict=True)
             ):

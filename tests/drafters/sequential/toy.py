@@ -56,10 +56,8 @@ class ToyNetwork(SequentialNetwork):
             verifier, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, windows=[window]
         )
         self.fc, self.join = random(HIDDEN, len(TAPS) * HIDDEN), random(HIDDEN, 2 * HIDDEN)
-        self.qkv, self.output = (
-            random((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
-            random(HIDDEN, HEADS * DIM),
-        )
+        self.qkv = random((HEADS + 2 * KV_HEADS) * DIM, HIDDEN)
+        self.output = random(HIDDEN, HEADS * DIM)
         self.gate_up, self.down = random(96, HIDDEN), random(HIDDEN, 48)
         self.norms = [1 + random(HIDDEN) for _ in range(3)]
         self.rope = Rope.of({"rope_type": "default", "rope_theta": 1e4}, DIM, 512)
@@ -99,10 +97,8 @@ class ToyNetwork(SequentialNetwork):
         )
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
-        angles, plan = (
-            self.decoder.angles(rows.position_ids, torch.float32),
-            self.backend.plan(rows.metadata),
-        )
+        angles = self.decoder.angles(rows.position_ids, torch.float32)
+        plan = self.backend.plan(rows.metadata)
         keep = None if wanted is None else lambda x: x.index_select(0, wanted)
         given = self.given(rows.token_ids, rows.features)
         normed, (stream,) = self.decoder(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drafters.head import Head
 from drafters.training.loss.losses import (
     ChunkedLoss,
     LossConfig,
@@ -117,25 +118,25 @@ def test_chunked_loss_has_the_gradient_of_the_whole(config: LossConfig) -> None:
     assert torch.equal(part_matches, matches)
 
 
-class TinyHead(nn.Module):
+class TinyHead(nn.Module, Head):
     """A Markov head of rank 2 over 9 tokens, from `first_slot` on or among candidates."""
-
-    has_state, gathered_bytes = False, 0
 
     def __init__(self, first_slot: int = 0, num_candidates: int | None = None) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        self.first_slot, self.num_candidates, self.compares_candidates = (
-            first_slot,
-            num_candidates,
-            num_candidates is not None,
-        )
-        self.table, self.right = (
+        self.first_slot = first_slot
+        self.num_candidates = num_candidates
+        self.compares_candidates = num_candidates is not None
+        self.table, self.readout = (
             nn.Parameter(torch.randn(9, 2, generator=generator)) for _ in "lr"
         )
         self.gate, self.told = (
             nn.Parameter(torch.randn(6, size, generator=generator)) for size in (2, 1)
         )
+
+    @property
+    def right(self) -> Tensor:
+        return self.readout
 
     def left(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, None]:
         return self.table[previous] * (hidden @ self.gate), None

@@ -151,7 +151,7 @@ def test_what_is_no_checkpoint(kind: str, tmp_path: Path) -> None:
         ("target", lambda: load_verifier(str(folder), **SHAPE)),
         ("drafter", lambda: load_drafter(str(folder), verifier=target)),
         ("target", lambda: read_needs(str(folder), **SHAPE, gpu_bytes=2**40)),
-        ("drafter", lambda: read_fit(str(folder), target)),  # type: ignore[arg-type]
+        ("drafter", lambda: read_fit(str(folder), target)),
     ]
     for what, ask in asks[:2] if kind == "adapter with a config" else asks:
         with pytest.raises(SpecDecError, match=said) as caught:
@@ -176,7 +176,7 @@ def test_an_adapter_beside_weights_is_said(
     load_drafter(head, verifier=target)
     load_drafter(folder, verifier=target)
     for found in (folder, head):
-        read_fit(str(found), target)  # type: ignore[arg-type]
+        read_fit(str(found), target)
     load_verifier(folder, fuse=False, **SHAPE)
     said = [line for line in map(logging.LogRecord.getMessage, caplog.records) if "adapter" in line]
     assert [line.split(" has ")[0] for line in said] == [
