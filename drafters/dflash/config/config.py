@@ -183,7 +183,7 @@ class DFlashConfig:
             self.coupling.check(self.max_draft_tokens)
 
     def _check_values(self) -> None:
-        """Those of which it can be told one by one."""
+        """Refuses values that cannot be, each by itself."""
         softcap, most = self.final_logit_softcapping, self.vocab_size
         large = "positive and below 2**31"
         rules = [(name, 1 <= getattr(self, name) < 2**31, large) for name in _SIZES]
