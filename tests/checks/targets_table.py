@@ -167,10 +167,10 @@ _CONTEXT = (
     " `max_position_embeddings` tokens, or what YaRN and LongRoPE stretch theirs to: `factor` times"
     " `original_max_position_embeddings`. So the edit of `config.json` that model cards give for"
     " long texts is all it takes. Of `linear` and `dynamic` RoPE without an original length some"
-    " configs state the length that is stretched, others the result; it is not stretched unless"
-    " asked to. With RoPE, or without positions, more than a model was made for is allowed, and"
-    " said in one line. Positions that are looked up in a table, as those of GPT-2, end with it,"
-    " and `dynamic` RoPE does not stretch in Transformers' modules."
+    " configs state the length that is stretched, others the result: the stated one counts unless"
+    " `--max-model-len` names another. With RoPE, or without positions, more than a model was made"
+    " for is allowed, with a line that says so. Positions that are looked up in a table, as those"
+    " of GPT-2, end with it, and `dynamic` RoPE does not stretch in Transformers' modules."
 )
 
 _LENGTHS = (
