@@ -16,6 +16,8 @@ from specdec.kv_cache import KVLayerSpec
 from specdec.layers.ops.activation import activate
 from specdec.layers.ops.grouped_convolution import Side
 from specdec.layers.ops.grouped_convolution import mix_rows as plainly_mix_rows
+from specdec.layers.ops.norm import Norm, rms_norm
+from specdec.layers.rotary.rotary import Angles, rotate
 
 EPSILON = 1e-5
 
@@ -172,12 +174,8 @@ def _deviation(actual: Tensor, formula: Callable[..., Tensor], *inputs: Tensor) 
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Computed in float32 at least, rounded, then weighted, as transformers does."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * (wide * (wide.square().mean(-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)
+    return rms_norm(x, Norm(weight, EPSILON))
 
 
 def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, norm: Tensor) -> Tensor:
-    low, high = _norm(rows, norm).chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    return rotate(_norm(rows, norm), *Angles(cos, sin).doubled)

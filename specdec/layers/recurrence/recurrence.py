@@ -164,7 +164,13 @@ class _Taken(NamedTuple):
     beta: Tensor  # [num_reqs, rows, value heads]
 
 
-def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
+def recur(
+    x: Tensor,
+    recurrence: Recurrence,
+    cache: StateCache,
+    rows: RecurrentRows,
+    max_serial: int = MAX_SERIAL,
+) -> Tensor:
     """Runs rows through one recurrent layer, whose cache is updated but for `lengths`, see
     `RecurrentRows.finish`.
 
@@ -173,6 +179,7 @@ def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentR
         recurrence: of the layer.
         cache: of the layer.
         rows: of the forward.
+        max_serial: rows that are taken in one by one at most.
 
     Returns:
         [T, value heads * V].
@@ -184,7 +191,7 @@ def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentR
     taken = _inputs(window, recurrence, live)
     fresh = (rows.starts == 0)[:, None, None, None]
     state = torch.where(fresh, 0.0, cache.state.index_select(0, rows.slots))
-    if count <= MAX_SERIAL or not rows.final:
+    if count <= max_serial or not rows.final:
         out, end, before = _serially(state, taken, live, pending, recurrence.rule)
     else:
         out, end = _in_chunks(state, taken, recurrence.rule)
@@ -239,18 +246,18 @@ def _inputs(window: Tensor, recurrence: Recurrence, live: Tensor) -> _Taken:
     mixed = convolved(window[..., : one.channels], one.kernel, one.kernel_bias, live.shape[1])
     active = torch.where(live[..., None], F.silu(mixed), 0)
     widths = [one.num_key_heads * one.key_dim] * 2 + [one.num_value_heads * one.value_dim]
-    query, key, value = (part.float() for part in active.split_with_sizes(widths, dim=-1))
+    wide = torch.promote_types(window.dtype, torch.float32)
+    query, key, value = (part.to(wide) for part in active.split_with_sizes(widths, dim=-1))
     query, key = (part.unflatten(-1, (one.num_key_heads, one.key_dim)) for part in (query, key))
     if one.rule == "delta":
         query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
         query = query * one.key_dim**-0.5
     gates = window[:, taps - 1 :, one.channels :]
-    a = gates[
-        ..., -one.num_value_heads * one.decays :
-    ].contiguous()  # else its place in memory decides by which code it is computed
-    step = F.softplus(a.float() + one.time_bias)
+    # contiguous, or else its place in memory decides by which code it is computed
+    a = gates[..., -one.num_value_heads * one.decays :].contiguous()
+    step = F.softplus(a.to(wide) + one.time_bias)
     if one.rule == "delta":
-        beta = gates[..., : one.num_value_heads].contiguous().sigmoid().float() * one.beta_scale
+        beta = gates[..., : one.num_value_heads].contiguous().sigmoid().to(wide) * one.beta_scale
     else:
         step = beta = step.clamp(*one.time_limits)
     decay = -one.rate[:, None] * step.unflatten(-1, (one.num_value_heads, one.decays))
