@@ -15,7 +15,6 @@ from specdec.attention.mla import MlaBackend
 from specdec.kv_cache import StateCache, StateLayerSpec
 from specdec.layers.decoder import Decoder
 from specdec.layers.linear_choice import linear
-from specdec.layers.mlp import MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops.choice import ops_for
 from specdec.layers.packed.gguf import Quantized
 from specdec.layers.packed.table import PackedTable
@@ -103,26 +102,19 @@ class DecoderVerifier:
         self.vocab_size = self._head.out_features
         self.kv_specs = layer_specs(own, backend)
         self._places = layer_caches(config)
-        self.windows = [
-            window
-            for window, places in zip(layer_windows(config), self._places, strict=True)
-            for _ in places
-        ]
+        of_layers = zip(layer_windows(config), self._places, strict=True)
+        self.windows = [window for window, places in of_layers for _ in places]
         self.embedding_scale = description.embedding_scale_in(self.dtype)
         self.final_softcap = description.final_softcap
-        self._states = next(
-            (index for index, spec in enumerate(self.kv_specs) if isinstance(spec, StateLayerSpec)),
-            None,
-        )
+        states = (i for i, spec in enumerate(self.kv_specs) if isinstance(spec, StateLayerSpec))
+        self._states = next(states, None)
         kinds = {"mixes": description.routing is not None, "recurs": self._states is not None}
         self._ops = ops_for(backend, **kinds, group=self.group, width=self.hidden_size)
         builder = LayerBuilder(own, description, backend)
         self._kinds = layer_kinds(own, backend)
         self._inputs = builder.inputs(weights.under("model.")) if description.layer_inputs else None
-        layers = [
-            builder.layer(index, weights.under(f"model.layers.{index}."))
-            for index in range(self.num_layers)
-        ]
+        scopes = (weights.under(f"model.layers.{index}.") for index in range(self.num_layers))
+        layers = [builder.layer(index, scope) for index, scope in enumerate(scopes)]
         self.final_norm = builder.norm(weights, "model.norm")
         weights.check_all_taken()
         scale = description.residual_scale
@@ -137,17 +129,11 @@ class DecoderVerifier:
     @property
     def routed_experts(self) -> RoutedExperts | None:
         """See `Verifier.routed_experts`."""
-        mixtures = [
-            layer.mlp
-            for layer in self._decoder.layers
-            if isinstance(layer.mlp, MixtureOfExperts | MlpBesideExperts)
-        ]
+        mixtures = self._decoder.mixtures
         if not mixtures:
             return None
-        routing = mixtures[0].router.routing
-        return RoutedExperts(
-            routing.num_experts, routing.top_k, sum(one.experts.nbytes for one in mixtures)
-        )
+        routing, nbytes = mixtures[0].router.routing, sum(one.experts.nbytes for one in mixtures)
+        return RoutedExperts(routing.num_experts, routing.top_k, nbytes)
 
     @torch.inference_mode()
     def forward(
@@ -155,9 +141,9 @@ class DecoderVerifier:
     ) -> VerifyOutput:
         """Scores packed rows; see `Verifier.forward`."""
         normed, tapped = self.hidden(rows, caches, aux_layer_ids)
-        logits = self.head(
-            normed if rows.logit_rows is None else normed.index_select(0, rows.logit_rows)
-        )
+        if rows.logit_rows is not None:
+            normed = normed.index_select(0, rows.logit_rows)
+        logits = self.head(normed)
         if self._description.logits_scale != 1:
             logits = logits * self._description.logits_scale
         if self.final_softcap is not None:
@@ -172,16 +158,15 @@ class DecoderVerifier:
         """
         embeddings = self._embedding(self._ops, rows.token_ids, self.embedding_scale)
         angles = self._decoder.angles(rows.position_ids, self.dtype, rows.rope_lens)
-        inputs = (
-            None if self._inputs is None else self._inputs(self._ops, rows.token_ids, embeddings)
-        )
+        inputs = None
+        if self._inputs is not None:
+            inputs = self._inputs(self._ops, rows.token_ids, embeddings)
         each = self.attention.each
         of_each = [_plan(backend, rows.metadata) for backend in each]
         recurrent = None if self._states is None else recurrent_rows(rows)
         backends, held, plans = [each[kind] for kind in self._kinds], [], []
-        for kind, places in zip(
-            self._kinds, self._places, strict=False
-        ):  # of the first layers, where some were dropped
+        # of the first layers, where some were dropped
+        for kind, places in zip(self._kinds, self._places, strict=False):
             own = [caches[place] for place in places]
             used = [recurrent if isinstance(cache, StateCache) else of_each[kind] for cache in own]
             held.append(own[0] if len(own) == 1 else own)

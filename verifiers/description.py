@@ -121,11 +121,17 @@ class Description:
         )
 
 
+def routing_of(config: Any, **how: Any) -> Routing:
+    """Experts of a config, whatever it calls their number, that are chosen as `how` says."""
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    count = next(filter(None, (getattr(config, name, None) for name in names)), 0)
+    return Routing(count, config.num_experts_per_tok, **how)
+
+
 def sigmoid_routing(config: Any) -> Routing:
     """As in DeepSeek-V3 (arXiv 2412.19437)."""
-    return Routing(
-        getattr(config, "n_routed_experts", None) or config.num_local_experts,
-        config.num_experts_per_tok,
+    return routing_of(
+        config,
         scores="sigmoid",
         biased=True,
         num_groups=config.n_group or 1,

@@ -29,6 +29,11 @@ class Rows(NamedTuple):
     angles: Mapping[Rope, Angles]
     shared: dict[str, Tensor]  # what a layer leaves for those after it
 
+    def each(self) -> "list[Rows]":
+        """For each of several caches of a layer."""
+        pairs = zip(self.cache, self.plan, strict=True)
+        return [self._replace(cache=cache, plan=plan) for cache, plan in pairs]
+
 
 class Attention(Protocol):
     """Attention of one layer, without its output projection."""
@@ -88,10 +93,8 @@ class HeadAttention:
             width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
             qkv, gate = qkv[:, :width], qkv[:, width:]
         if self.value_dim is not None:
-            rotated, value = qkv.tensor_split(
-                [(spec.num_heads + spec.num_kv_heads) * spec.head_dim], dim=1
-            )
-            value = value.unflatten(1, (spec.num_kv_heads, -1))
+            width = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+            rotated, value = qkv[:, :width], qkv[:, width:].unflatten(1, (spec.num_kv_heads, -1))
             value = F.pad(value, (0, spec.head_dim - self.value_dim))
             qkv = torch.cat([rotated, value.flatten(1)], dim=1)
         if self.wide_norms is not None:
@@ -108,9 +111,8 @@ class HeadAttention:
         inputs = AttentionInputs(backend, self.heads, angles, rows.cache, rows.plan, prefetch)
         out = ops.attend(qkv.view(len(hidden), -1, spec.head_dim), inputs)
         if self.value_dim is not None or self.value_scale != 1:
-            out = (
-                out.unflatten(1, (spec.num_heads, -1))[..., : self.value_dim] * self.value_scale
-            ).flatten(1)
+            out = out.unflatten(1, (spec.num_heads, -1))[..., : self.value_dim]
+            out = (out * self.value_scale).flatten(1)
         if gate is None:
             return out
         if self.gate == "sigmoid":

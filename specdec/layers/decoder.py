@@ -58,16 +58,11 @@ class DecoderLayer:
     def linears(self) -> tuple[Linear, ...]:
         """The layer's weights that every token reads, the first product's first."""
         convolution = () if self.convolution is None else (self.convolution.projection,)
-        attention = () if self.attention is None else self.attention.linears
         output = () if self.output is None else (self.output,)
-        mlp = () if self.mlp is None else self.mlp.linears
-        return (
-            *convolution,
-            *attention,
-            *output,
-            *mlp,
-            *(() if self.input_gate is None else self.input_gate.linears),
-        )
+        sublayers = (self.mlp, self.input_gate)
+        attention = () if self.attention is None else self.attention.linears
+        rest = [linear for one in sublayers if one is not None for linear in one.linears]
+        return *convolution, *attention, *output, *rest
 
 
 class Decoder:
@@ -96,19 +91,15 @@ class Decoder:
         self._ropes = {attention.rope for attention in attentions if attention.rope is not None}
         # The norm after a layer is the one that the next layer, or the head, begins with.
         next_norms = [*(layer.first_norm for layer in self.layers[1:]), final_norm]
-        self._attention_joins, self._mlp_joins, self._gate_joins = (
-            list[Join](),
-            list[Join](),
-            list[Join](),
-        )
+        self._attention_joins, self._mlp_joins = list[Join](), list[Join]()
+        self._gate_joins = list[Join]()
         for layer, norm in zip(self.layers, next_norms, strict=True):
             within = norm if layer.mlp is None else layer.mlp_norm
             self._attention_joins.append(Join(within, layer.attention_norm, residual_scale))
             after = None if layer.input_gate is None else layer.input_gate.norm
             last = Join(norm, after or layer.output_norm, residual_scale, layer.factor)
-            self._mlp_joins.append(
-                last if after is None else Join(None, layer.output_norm, residual_scale)
-            )
+            before = Join(None, layer.output_norm, residual_scale)
+            self._mlp_joins.append(last if after is None else before)
             self._gate_joins.append(last)
         # Weights that a kernel may ask for ahead: of a layer's first sublayer, and of what comes
         # after its attention.
@@ -121,13 +112,14 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights, experts included."""
-        linears = (one for layer in self.layers for one in layer.linears)
-        experts = (
-            layer.mlp.experts
-            for layer in self.layers
-            if isinstance(layer.mlp, MixtureOfExperts | MlpBesideExperts)
-        )
-        return sum(one.nbytes for one in linears) + sum(one.nbytes for one in experts)
+        linears = sum(one.nbytes for layer in self.layers for one in layer.linears)
+        return linears + sum(mlp.experts.nbytes for mlp in self.mixtures)
+
+    @property
+    def mixtures(self) -> list[MixtureOfExperts | MlpBesideExperts]:
+        """Feed-forward sublayers with experts."""
+        kinds = MixtureOfExperts | MlpBesideExperts
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, kinds)]
 
     def keep_layers(self, count: int) -> None:
         """Drops the layers from `count` on; what comes after the norm means nothing any more."""
@@ -171,12 +163,9 @@ class Decoder:
         """
         ops, tapped, residual = self.ops, {-1: hidden}, hidden
         shared = {EMBEDDINGS: hidden if embeddings is None else embeddings}
-        first = self.layers[0]
-        normed = (
-            hidden
-            if first.first_norm is None
-            else ops.norm(hidden, first.first_norm, self._first_weights[0])
-        )
+        first, normed = self.layers[0].first_norm, hidden
+        if first is not None:
+            normed = ops.norm(hidden, first, self._first_weights[0])
         for index, layer in enumerate(self.layers):
             following = self._first_weights[index + 1]
             if layer.attention is not None and layer.output is not None:
@@ -184,12 +173,10 @@ class Decoder:
                 join, second = self._attention_joins[index], self._second_weights[index]
                 if (convolution := layer.convolution) is not None:
                     dynamic = ops.project(convolution.projection, normed)
-                    attended = layer.attention(
-                        ops, ops.mix_rows(normed, dynamic, convolution, 0), rows, layer.output
-                    )
-                    output = ops.mix_rows(
-                        ops.project(layer.output, attended), dynamic, convolution, 1
-                    )
+                    given = ops.mix_rows(normed, dynamic, convolution, 0)
+                    attended = layer.attention(ops, given, rows, layer.output)
+                    output = ops.project(layer.output, attended)
+                    output = ops.mix_rows(output, dynamic, convolution, 1)
                     normed, residual = ops.add(output, residual, join, second)
                 else:
                     attended = layer.attention(ops, normed, rows, layer.output)

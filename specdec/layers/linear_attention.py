@@ -105,9 +105,8 @@ class ShortConvolution(Attention):
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
         assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
-        return ops.convolve(
-            ops.project(self.inputs, hidden), self.kernel, self.bias, rows.cache, rows.plan
-        )
+        joined = ops.project(self.inputs, hidden)
+        return ops.convolve(joined, self.kernel, self.bias, rows.cache, rows.plan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,14 +129,5 @@ class SideBySide(Attention):
         return (*self.attention.linears, *self.linear.linears)
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
-        first, second = (
-            rows._replace(cache=cache, plan=plan)
-            for cache, plan in zip(rows.cache, rows.plan, strict=True)
-        )
-        return torch.cat(
-            [
-                self.attention(ops, hidden, first, prefetch),
-                self.linear(ops, hidden, second, prefetch),
-            ],
-            dim=1,
-        )
+        layers = zip((self.attention, self.linear), rows.each(), strict=True)
+        return torch.cat([layer(ops, hidden, own, prefetch) for layer, own in layers], dim=1)

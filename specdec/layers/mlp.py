@@ -55,13 +55,8 @@ class GatedMLP(FeedForward):
     def __call__(
         self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, prefetch: Linear | None
     ) -> tuple[Tensor, Tensor]:
-        return ops.project_add(
-            self.down,
-            ops.gated(self.gate_up, hidden, self.activation, self.down),
-            residual,
-            join,
-            prefetch,
-        )
+        opened = ops.gated(self.gate_up, hidden, self.activation, self.down)
+        return ops.project_add(self.down, opened, residual, join, prefetch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,50 +112,37 @@ class MixtureOfExperts(FeedForward):
     @property
     def linears(self) -> tuple[Linear, ...]:
         shared = () if self.shared is None else self.shared.linears
-        return (
-            self.router.gate,
-            *shared,
-            *(() if self.shared_gate is None else (self.shared_gate,)),
-            *(self.latent or ()),
-        )
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return self.router.gate, *shared, *gate, *(self.latent or ())
 
     def __call__(
         self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, prefetch: Linear | None
     ) -> tuple[Tensor, Tensor]:
         output = None if self.joined is None else ops.joined_experts(self.joined, hidden)
-        return ops.add(
-            self._apart(ops, hidden) if output is None else output,
-            residual,
-            join,
-            prefetch,
-            self.group,
-        )
+        output = self._apart(ops, hidden) if output is None else output
+        return ops.add(output, residual, join, prefetch, self.group)
 
     def _apart(self, ops: Ops, hidden: Tensor) -> Tensor:
         """What it puts out, or parts of that, see `Ops.add`."""
         weights, ids = ops.route(self.router, hidden)
         if self.weighs_inputs:
             given = (hidden[:, None] * weights[..., None].to(hidden.dtype)).flatten(0, 1)
-            output = ops.experts(
-                self.experts, given, torch.ones_like(weights).reshape(-1, 1), ids.reshape(-1, 1)
-            )
+            ones = torch.ones_like(weights).reshape(-1, 1)
+            output = ops.experts(self.experts, given, ones, ids.reshape(-1, 1))
             output = output.unflatten(-2, ids.shape).sum(-2)
         elif self.latent is None:
             output = ops.experts(self.experts, hidden, weights, ids)
         else:
             output = ops.experts(self.experts, ops.project(self.latent[0], hidden), weights, ids)
-            output = ops.project(
-                self.latent[1], output.sum(0).to(hidden.dtype) if output.ndim == 3 else output
-            )
+            output = output.sum(0).to(hidden.dtype) if output.ndim == 3 else output
+            output = ops.project(self.latent[1], output)
         if self.shared is not None:
             shared = self.shared.product(ops, hidden)
             if self.shared_gate is not None:
                 shared = shared * ops.project(self.shared_gate, hidden).sigmoid()
-            output = (
-                output + shared
-                if output.ndim == 2
-                else torch.cat([output, shared[None].to(output.dtype)])
-            )
+            if output.ndim == 3:
+                return torch.cat([output, shared[None].to(output.dtype)])
+            output = output + shared
         return output
 
 
@@ -204,10 +186,6 @@ class MlpBesideExperts(FeedForward):
             routed = summed(routed, self.group, hidden.dtype)
         elif routed.ndim == 3:
             routed = routed.sum(0).to(hidden.dtype)
-        return ops.add(
-            ops.norm(self.mlp.product(ops, hidden), self.mlp_norm)
-            + ops.norm(routed, self.output_norm),
-            residual,
-            join,
-            prefetch,
-        )
+        output = ops.norm(self.mlp.product(ops, hidden), self.mlp_norm)
+        output = output + ops.norm(routed, self.output_norm)
+        return ops.add(output, residual, join, prefetch)

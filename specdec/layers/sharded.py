@@ -30,12 +30,8 @@ class SummedLinear(Linear):
 
     def __init__(self, part: Linear, group: Group) -> None:
         self.part, self.group = part, group
-        self.in_features, self.out_features, self.bias, self.dtype = (
-            part.in_features,
-            part.out_features,
-            part.bias,
-            part.dtype,
-        )
+        self.in_features, self.out_features = part.in_features, part.out_features
+        self.bias, self.dtype = part.bias, part.dtype
 
     @property
     def nbytes(self) -> int:
@@ -71,12 +67,8 @@ class GatheredLinear(Linear):
 
     def __init__(self, part: Linear, group: Group, out_features: int) -> None:
         self.part, self.group = part, group
-        self.in_features, self.out_features, self.bias, self.dtype = (
-            part.in_features,
-            out_features,
-            part.bias,
-            part.dtype,
-        )
+        self.in_features, self.out_features = part.in_features, out_features
+        self.bias, self.dtype = part.bias, part.dtype
 
     @property
     def nbytes(self) -> int:
@@ -131,8 +123,7 @@ def norm_divided(parts: tuple[Tensor, ...], norms: tuple[Norm, ...], group: Grou
     sums, normed = all_reduce(squares, group).split(1, dim=-1), []
     for part, norm, total in zip(parts, norms, sums, strict=True):
         scaled = part * (total / (part.shape[-1] * group.size) + norm.epsilon).rsqrt()
-        early = norm.weight.dtype == part.dtype
-        normed.append(
-            scaled.to(part.dtype) * norm.weight if early else (scaled * norm.weight).to(part.dtype)
-        )
+        if norm.weight.dtype == part.dtype:
+            scaled = scaled.to(part.dtype)
+        normed.append((scaled * norm.weight).to(part.dtype))
     return normed

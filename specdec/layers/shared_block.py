@@ -31,12 +31,8 @@ class AdaptedLinear(Linear):
 
     def __init__(self, base: Linear, down: Linear, up: tuple[Linear, ...]) -> None:
         self.base, self.down, self.up = base, down, up
-        self.in_features, self.out_features, self.bias, self.dtype = (
-            base.in_features,
-            base.out_features,
-            base.bias,
-            base.dtype,
-        )
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.bias, self.dtype = base.bias, base.dtype
 
     @property
     def nbytes(self) -> int:
@@ -81,22 +77,13 @@ class AfterSharedBlock(Attention):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return (
-            *self.attention.linears,
-            self.output,
-            *self.mlp.linears,
-            self.projection,
-            *self.linear.linears,
-        )
+        block = *self.attention.linears, self.output, *self.mlp.linears
+        return *block, self.projection, *self.linear.linears
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
-        first, second = (
-            rows._replace(cache=cache, plan=plan)
-            for cache, plan in zip(rows.cache, rows.plan, strict=True)
-        )
+        first, second = rows.each()
         seen = ops.norm(torch.cat([hidden, rows.shared[EMBEDDINGS]], dim=1), self.block_norm)
         attended = ops.project(self.output, self.attention(ops, seen, first, self.output))
-        added = hidden + ops.project(
-            self.projection, self.mlp.product(ops, ops.norm(attended, self.mlp_norm))
-        )
+        product = self.mlp.product(ops, ops.norm(attended, self.mlp_norm))
+        added = hidden + ops.project(self.projection, product)
         return self.linear(ops, ops.norm(added, self.norm), second, prefetch)

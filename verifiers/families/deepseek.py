@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.layers.experts.routing import Routing
-from verifiers.description import BEFORE, Description, sigmoid_routing
+from verifiers.description import BEFORE, Description, routing_of, sigmoid_routing
 from verifiers.family import Family, Prediction
 from verifiers.gguf.entries import SIGMOID, Gguf, experts_of, first_sparse
 from verifiers.gguf.file import Entries, Facts
@@ -23,16 +22,13 @@ PREDICTION = Prediction(
 
 
 def _v2(config: Any, common: Mapping[str, Any]) -> Description:
-    grouped = config.topk_method == "group_limited_greedy"
-    routing = config.num_experts_per_tok and Routing(  # a config may say nothing of experts
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        num_groups=config.n_group if grouped else 1,
-        topk_groups=config.topk_group if grouped else 1,
-        renormalized=False,  # whatever the config says
-        scaling=config.routed_scaling_factor,
-    )
-    return Description(**common, interleaved=True, routing=routing or None, wide_router=True)
+    how: dict[str, Any] = {"scaling": config.routed_scaling_factor}
+    if config.topk_method == "group_limited_greedy":
+        how |= {"num_groups": config.n_group, "topk_groups": config.topk_group}
+    routing = None  # a config may say nothing of experts
+    if config.num_experts_per_tok:
+        routing = routing_of(config, renormalized=False, **how)  # whatever the config says
+    return Description(**common, interleaved=True, routing=routing, wide_router=True)
 
 
 def v3(config: Any, common: Mapping[str, Any], **options: Any) -> Description:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.layers.experts.routing import Routing
-from verifiers.description import BEFORE, Description
+from verifiers.description import BEFORE, Description, routing_of
 from verifiers.family import Family, Recurrent, Sizes, plain
 from verifiers.gguf.entries import BIASES, FULL, Gguf, partial_rotation, present
 from verifiers.gguf.file import Entries, Facts
@@ -53,7 +52,7 @@ def _hybrid(config: Any, common: Mapping[str, Any]) -> Description:
         config,
         common,
         names=_HYBRID_NAMES if experts else (*_HYBRID_NAMES, (r"\.mlp\.shared_expert\.", ".mlp.")),
-        routing=Routing(experts, config.num_experts_per_tok) if experts else None,
+        routing=routing_of(config) if experts else None,
     )
 
 

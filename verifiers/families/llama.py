@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.layers.experts.routing import Routing
 from specdec.layers.rotary.rotary import Temperature
-from verifiers.description import Description
+from verifiers.description import Description, routing_of
 from verifiers.family import Family, plain
 from verifiers.gguf.entries import BIASES, LOCAL_COUNTS, Gguf, needed, partial_rotation, present
 from verifiers.gguf.file import Entries, Facts
@@ -13,27 +12,19 @@ from verifiers.gguf.file import Entries, Facts
 
 def _llama4(config: Any, common: Mapping[str, Any]) -> Description | None:
     ropes = common["ropes"]
-    if config.use_qk_norm and any(
-        rope and rope["rope_type"] in ("yarn", "longrope") for rope in ropes
-    ):
+    scaled = any(rope and rope["rope_type"] in ("yarn", "longrope") for rope in ropes)
+    if config.use_qk_norm and scaled:
         return None  # an amplitude would change what the norms after the rotation have to do
     if config.attn_temperature_tuning:
-        still = {
-            "rope_type": "none",
-            "temperature": Temperature(config.attn_scale, config.floor_scale, offset=1),
-        }
+        temperature = Temperature(config.attn_scale, config.floor_scale, offset=1)
+        still = {"rope_type": "none", "temperature": temperature}
         ropes = [still if rope is None else rope for rope in ropes]
     return Description(
         **{**common, "ropes": ropes},
         names=((r"\.feed_forward\.", ".mlp."),),
         interleaved=True,
         norms_of_queries="unweighted" if config.use_qk_norm else None,
-        routing=Routing(
-            config.num_local_experts,
-            config.num_experts_per_tok,
-            scores="sigmoid",
-            renormalized=False,
-        ),
+        routing=routing_of(config, scores="sigmoid", renormalized=False),
         weighs_inputs=True,
     )
 

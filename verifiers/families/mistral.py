@@ -3,17 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.layers.experts.routing import Routing
 from specdec.layers.rotary.rotary import Temperature
-from verifiers.description import Description
+from verifiers.description import Description, routing_of
 from verifiers.families.llama import llama_entries
 from verifiers.family import Family, plain
 from verifiers.gguf.entries import Gguf
 from verifiers.gguf.file import Entries, Facts
-
-
-def _mixtral(config: Any) -> Routing:
-    return Routing(config.num_local_experts, config.num_experts_per_tok)
 
 
 def _ministral3(config: Any, common: Mapping[str, Any]) -> Description:
@@ -21,12 +16,8 @@ def _ministral3(config: Any, common: Mapping[str, Any]) -> Description:
 
 
 def _mistral4(config: Any, common: Mapping[str, Any]) -> Description | None:
-    routing = Routing(
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        renormalized=config.norm_topk_prob,
-        scaling=config.routed_scaling_factor,
-    )
+    renormalized, scaling = config.norm_topk_prob, config.routed_scaling_factor
+    routing = routing_of(config, renormalized=renormalized, scaling=scaling)
     if config.topk_group < config.n_group:  # groups of which the best two count, of softmax scores
         return None
     # The config's share of what is rotated is that of a whole head, and the part that is has a
@@ -39,9 +30,8 @@ def _mistral4(config: Any, common: Mapping[str, Any]) -> Description | None:
 
 def _tempered(rope: Mapping[str, Any]) -> Mapping[str, Any]:
     """RoPE parameters with the factor of queries that stands among them."""
-    temperature = Temperature(
-        rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"], rounds=True
-    )
+    period = rope["original_max_position_embeddings"]
+    temperature = Temperature(rope["llama_4_scaling_beta"], period, rounds=True)
     return {**rope, "temperature": temperature}
 
 
@@ -63,5 +53,5 @@ FAMILIES = {
     ),
     "mistral": Family(describe=plain(), wrappers=("mistral3",)),
     "mistral4": Family(describe=_mistral4, partial_rope=True, latent=True),
-    "mixtral": Family(describe=plain(routing=_mixtral)),
+    "mixtral": Family(describe=plain(routing=routing_of)),
 }

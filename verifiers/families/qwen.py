@@ -3,6 +3,7 @@
 from typing import Any
 
 from specdec.layers.experts.routing import Routing
+from verifiers.description import routing_of
 from verifiers.family import Family, Prediction, plain
 from verifiers.gguf.entries import BIAS, COUNTS, NO_WINDOW, Gguf, first_sparse, needed
 from verifiers.gguf.file import Entries, Facts
@@ -26,9 +27,7 @@ def sliding(config: Any) -> tuple[str, ...]:
 
 def routing(config: Any) -> Routing:
     """As Qwen's mixtures choose experts."""
-    return Routing(
-        config.num_experts, config.num_experts_per_tok, renormalized=config.norm_topk_prob
-    )
+    return routing_of(config, renormalized=config.norm_topk_prob)
 
 
 def _mixture(facts: Facts, entries: Entries) -> Entries:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.layers.experts.routing import Routing
-from verifiers.description import Description, NormNames
+from verifiers.description import Description, NormNames, routing_of
 from verifiers.family import Family, Recurrent, Sizes
 from verifiers.gguf.entries import Gguf, experts_of
 from verifiers.gguf.file import Entries, Facts
@@ -26,9 +25,8 @@ _NAMES = (
 def _describe(config: Any, common: Mapping[str, Any]) -> Description:
     routing = None
     if getattr(config, "num_experts", None):
-        routing = Routing(
-            config.num_experts,
-            config.num_experts_per_tok,
+        routing = routing_of(
+            config,
             scores="sigmoid",
             biased=config.use_expert_bias,
             renormalized=config.norm_topk_prob,

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec.layers.experts.routing import Routing
-from verifiers.description import Description
+from verifiers.description import Description, routing_of
 from verifiers.families.qwen import PREDICTION, shared_mixture
 from verifiers.family import Family, Recurrent, Sizes
 from verifiers.gguf.entries import FULL, Gguf, partial_rotation
@@ -23,7 +22,7 @@ def _describe(config: Any, common: Mapping[str, Any]) -> Description:
     if getattr(config, "num_experts", None):
         # The newer family has no choice.
         renormalized = config.norm_topk_prob if config.model_type == "qwen3_next" else True
-        routing = Routing(config.num_experts, config.num_experts_per_tok, renormalized=renormalized)
+        routing = routing_of(config, renormalized=renormalized)
     return Description(
         **common,
         norm_kind="zero_centered",

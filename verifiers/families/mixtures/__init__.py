@@ -1,1 +1,0 @@
-"""Families of mixtures of experts that have little in common."""
