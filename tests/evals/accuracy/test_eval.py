@@ -90,7 +90,7 @@ def test_both_sides_are_reported_and_agree(folder: Path, tmp_path: Path, capsys:
     assert task["ratio"] == pytest.approx(
         task["speculative"]["tokens_per_second"] / task["plain"]["tokens_per_second"]
     )
-    assert "the same text for all 3 samples" in text
+    assert "the same text for all 3 samples" in text and "(Wilson)" in text
     samples = (
         (tmp_path / "run" / "samples_bundled_plain.jsonl").read_text(encoding="utf-8").splitlines()
     )

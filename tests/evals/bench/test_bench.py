@@ -362,7 +362,7 @@ def test_limits_reach_the_engines(tmp_path: Path, monkeypatch: Patch) -> None:
     assert settings["max_model_len"] == 40 and settings["draft_sampling"] == "greedy"
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("loads_tiny")
 def test_the_command_measures_writes_and_shows(tmp_path: Path, capsys: Capture) -> None:
     assert main(measure(tmp_path)) == 0
     live = capsys.readouterr()

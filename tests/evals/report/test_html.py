@@ -17,12 +17,13 @@ pytest.importorskip(
     "matplotlib", reason="the page is drawn with matplotlib, which comes with the extra eval"
 )
 
+from evals.prompt_sets import Item, PromptSet
 from evals.report.charts import Charts
 from evals.report.html import html_report
 from evals.report.palette import COLORS, Palette
-from tests.evals.bench.test_answers import KINDS
 from tests.helpers.waiting import HANG
 
+FEW = PromptSet("few", "made up", tuple(Item(f"{n}", ("aba" * n,)) for n in range(2, 7)))
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
     None,
@@ -77,7 +78,7 @@ pytestmark = pytest.mark.slow  # a whole report is measured first
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     return tiny_report(
-        trees=(12,), sets=(KINDS,), num_draft_tokens=(2,), max_tokens=36, repeats=1, warmup=0
+        trees=(12,), sets=(FEW,), num_draft_tokens=(2,), max_tokens=36, repeats=1, warmup=0
     )
 
 
