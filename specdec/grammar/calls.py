@@ -1,5 +1,5 @@
-"""Calls of tools as rules in GBNF: what xgrammar's structural tags stand for, with schemas that are
-held to as everywhere.
+"""Calls of tools as rules in GBNF: structural tags of xgrammar's, with schemas that are held to as
+everywhere.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ MARKER = "\x1d"
 and in rules they stand by their ids.
 """
 
-_WORDS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|[A-Za-z_]\w*')
-_RULES = re.compile(r"^(\w+) ::=", re.MULTILINE)
-_ANY_NAME, _ANY = "[A-Za-z_] [A-Za-z0-9_.-]*", Argument("", {}, False, {})
+_ANY_NAME, _ANY = "root ::= [A-Za-z_] [A-Za-z0-9_.-]*", Argument("", {}, False, {})
 
 Rules = Callable[[Any, str], str]
 """Makes rules of another grammar, of its kind and its text."""
@@ -105,9 +103,12 @@ class Calls:
         return FORMATS[self.form]
 
     def rules(self, others: Rules) -> str:
-        """Rules, the first of them called root."""
-        rules = _CallRules(self, self._format, others)
-        return rules.of_channels() if self._format.channels else rules.made()
+        """Rules in GBNF, as xgrammar makes them of a structural tag."""
+        import xgrammar
+
+        made = _CallFormat(self, self._format, others)
+        whole = made.channels() if self._format.channels else made.whole()
+        return str(xgrammar.Grammar.from_structural_tag(_format("structural_tag", format=whole)))
 
 
 @lru_cache(16)
@@ -127,138 +128,139 @@ def _read(text: str) -> Calls:
         raise InvalidInputError(f"{what}; make it with Grammar.calls") from error
 
 
-class _CallRules:
+Format = dict[str, Any]
+"""A part of an output, as xgrammar's structural tags have it."""
+
+
+def _format(kind: str, **values: Any) -> Format:
+    return {"type": kind, **values}
+
+
+def _grammar(rules: str) -> Format:
+    return _format("grammar", grammar=rules)
+
+
+def _text(text: str) -> Format:
+    return _format("const_string", value=text)
+
+
+def _row(*parts: Format) -> Format:
+    return _format("sequence", elements=list(parts))
+
+
+def _either(*parts: Format) -> Format:
+    return _format("or", elements=list(parts))
+
+
+def _optional(part: Format) -> Format:
+    return _format("optional", content=part)
+
+
+def _any(*parts: Format) -> Format:
+    """So many times as one likes, also none."""
+    return _format("star", content=_row(*parts))
+
+
+class _CallFormat:
     def __init__(self, asked: Calls, form: ToolFormat, others: Rules) -> None:
         self._asked, self._form, self._others = asked, form, others
-        self._lines: list[str] = []
 
-    def made(self) -> str:
-        asked, form = self._asked, self._form
+    def whole(self) -> Format:
+        """An output: a group of calls, or an answer."""
+        asked, form, literal = self._asked, self._form, self._literal
         before, behind = form.begin.split("{name}")
-        begin, end = form.opening + before, self._literal(form.end)
-        calls = [
-            f"{self._literal(name + behind)} {self._arguments(number, schema)} {end}"
-            for number, (name, schema) in enumerate(asked.functions)
-        ]
-        group = f"call more {self._literal(form.closing)}"
-        again = f"{self._literal(form.between + before)} call more | "
-        more = again if asked.parallel and form.parallel else ""
-        self._lines += [f"call ::= {' | '.join(calls)}", f'more ::= {more}""']
-        root = f"{self._literal(begin)} {group}"
-        if not asked.required and asked.answer is not None:
-            root += f" | {self._put('answer', self._others(*asked.answer))}"
-        elif not asked.required:
-            self._lines.append(f"group ::= {self._literal(begin[len(form.trigger) :])} {group}")
-            root = self._text(form.trigger)
-        return "\n".join([f"root ::= {root}", *self._lines])
+        call = _either(
+            *(
+                _row(literal(name + behind), self._arguments(schema), literal(form.end))
+                for name, schema in asked.functions
+            )
+        )
+        again = _any(literal(form.between + before), call)
+        several = [again] if asked.parallel and form.parallel else []
+        group, begin = _row(call, *several, literal(form.closing)), form.opening + before
+        if asked.required or asked.answer is not None:
+            called = _row(literal(begin), group)
+            answers = [] if asked.required or asked.answer is None else [self._of(*asked.answer)]
+            return _either(called, *answers)
+        # any text, until that what begins a call
+        rest, markers = _row(literal(begin[len(form.trigger) :]), group), asked.markers
+        if form.trigger not in markers:
+            rules: list[Any] = [[form.trigger, rest]]
+            return _format("dispatch", rules=rules, loop=False, excludes=self._no_markers)
+        rules = [[markers[form.trigger], rest]]
+        others = [token for name, token in markers.items() if name != form.trigger]
+        return _format("token_dispatch", rules=rules, loop=False, exclude_tokens=others)
 
-    def of_channels(self) -> str:
-        """Rules of an output that is messages, of which the last is a call or an answer."""
+    def channels(self) -> Format:
+        """An output that is messages, of which the last is a call or an answer."""
         asked, form, literal = self._asked, self._form, self._literal
         others = ", ".join(map(str, asked.markers.values()))
-        given, free = literal("json<|message|>"), f"loop_after_dispatch=false, excludes=({others})"
-        named, first = [], []
-        for number, (name, schema) in enumerate(asked.functions):
-            arguments = self._arguments(number, schema)
-            named.append(f'{literal(name)} " "? {literal("<|constrain|>")} {given} {arguments}')
-            channel = f"{literal(f'{name}<|channel|>commentary ')} {literal('<|constrain|>')}?"
-            first.append(f"{channel} {given} {arguments}")
-        root = "before root | call"
-        if not asked.required:
-            root += f" | {literal('<|channel|>final<|message|>')} answer"
-            answer = "free"
-            if asked.answer is not None:
-                answer = self._put("said", self._others(*asked.answer))
-            self._lines.append(f"answer ::= {answer}")
-        return "\n".join(
-            [
-                f"root ::= {root}",
-                f'before ::= {literal("<|channel|>")} ("analysis" | "commentary")'
-                f" {literal('<|message|>')} free {literal(form.closing + form.opening)}",
-                f"free ::= TokenTagDispatch({free})",
-                f"call ::= {literal('<|channel|>commentary to=functions.')} named |"
-                ' " to=functions." first',
-                f"named ::= {' | '.join(named)}",
-                f"first ::= {' | '.join(first)}",
-                *self._lines,
-            ]
+        free = _grammar(
+            f"root ::= TokenTagDispatch(loop_after_dispatch=false, excludes=({others}))"
         )
+        given, constrain = literal("json<|message|>"), literal("<|constrain|>")
+        named, first = [], []
+        for name, schema in asked.functions:
+            arguments = self._arguments(schema)
+            named.append(_row(_text(name), _optional(_text(" ")), constrain, given, arguments))
+            channel = literal(f"{name}<|channel|>commentary ")
+            first.append(_row(channel, _optional(constrain), given, arguments))
+        last = [
+            _row(literal("<|channel|>commentary to=functions."), _either(*named)),
+            _row(_text(" to=functions."), _either(*first)),
+        ]
+        if not asked.required:
+            answer = free if asked.answer is None else self._of(*asked.answer)
+            last.append(_row(literal("<|channel|>final<|message|>"), answer))
+        kind, end = _either(_text("analysis"), _text("commentary")), form.closing + form.opening
+        before = _any(literal("<|channel|>"), kind, literal("<|message|>"), free, literal(end))
+        return _row(before, _either(*last))
 
-    def _text(self, trigger: str) -> str:
-        """Any text, until that what begins a call."""
-        markers = self._asked.markers
-        if trigger not in markers:
-            what, kind, without = _quoted(trigger), "TagDispatch", self._no_markers
-        else:
-            what, kind = str(markers[trigger]), "TokenTagDispatch"
-            without = [str(token) for name, token in markers.items() if name != trigger]
-        loop = "loop_after_dispatch=false"
-        return f"{kind}(({what}, group), {loop}, excludes=({', '.join(without)}))"
+    def _of(self, kind: Any, text: str) -> Format:
+        return _grammar(self._others(kind, text))
 
     @property
     def _no_markers(self) -> list[str]:
-        return [_quoted(MARKER)] if self._asked.markers else []
+        return [MARKER] if self._asked.markers else []
 
-    def _literal(self, text: str) -> str:
+    def _literal(self, text: str) -> Format:
         markers = self._asked.markers
-        made = [
-            f"Token({markers[part]})" if place % 2 else _quoted(part)
-            for place, part in enumerate(split_at(text, markers))
-            if part
-        ]
-        return " ".join(made) or '""'
+        parts = enumerate(split_at(text, markers))
+        return _row(
+            *(
+                _format("token", token=markers[part]) if place % 2 else _text(part)
+                for place, part in parts
+            )
+        )
 
-    def _arguments(self, number: int, schema: str) -> str:
-        """The name of a rule for the arguments of a function."""
-        name = f"a{number}"
+    def _arguments(self, schema: str) -> Format:
+        """The arguments of a function."""
         if self._form.argument is None:
-            kind = "json_schema" if schema else "json_object"
-            return self._put(name, self._others(kind, schema))
-        known, parts = arguments_of(json.loads(schema)) if schema else None, list[str]()
+            return self._of("json_schema" if schema else "json_object", schema)
+        known = arguments_of(json.loads(schema)) if schema else None
         if known is None:
-            parts.append(f"({self._argument(_ANY_NAME, self._value(f'{name}v', _ANY))})*")
-        for place, one in enumerate(known or ()):
-            part = self._argument(_quoted(one.name), self._value(f"{name}v{place}", one))
-            parts.append(part if one.required else f"({part})?")
-        self._lines.append(f"{name} ::= {' '.join(parts) or _quoted('')}")
-        return name
+            return _any(self._argument(_grammar(_ANY_NAME), _ANY))
+        parts = ((one, self._argument(_text(one.name), one)) for one in known)
+        return _row(_text(""), *(part if one.required else _optional(part) for one, part in parts))
 
-    def _argument(self, name: str, value: str) -> str:
+    def _argument(self, name: Format, argument: Argument) -> Format:
         assert self._form.argument is not None
         first, last = self._form.argument
         before, behind = map(self._literal, first.split("{key}"))
-        return f"{before} {name} {behind} {value} {self._literal(last)}"
+        return _row(before, name, behind, self._value(argument, last), self._literal(last))
 
-    def _value(self, name: str, argument: Argument) -> str:
-        """The name of a rule for the value of an argument."""
-        assert self._form.argument is not None
-        tag = self._form.argument[1].strip()
+    def _value(self, argument: Argument, last: str) -> Format:
+        """The value of an argument, behind which this stands."""
+        tag = last.strip()
         if argument.values is not None:
-            made = " | ".join(map(_quoted, argument.values))
-        elif (text := argument.text) is not None:
+            return _either(*map(_text, argument.values))
+        if (text := argument.text) is not None:
             without = rf"^(?![\s\S]*{re.escape(tag)})[\s\S]*$"
-            made, more = replace(text, patterns=(*text.patterns, without)).rules(f"{name}t")
-            self._lines += more
-        elif argument.may_be_text:
-            ends = [_quoted(tag), *self._no_markers]
-            made = f"TagDispatch(loop_after_dispatch=false, excludes=({', '.join(ends)}))"
-        else:
-            whole = json.dumps(argument.whole, ensure_ascii=False)
-            return self._put(name, self._others("json_schema", whole))
-        self._lines.append(f"{name} ::= {made}")
-        return name
-
-    def _put(self, prefix: str, rules: str) -> str:
-        """Adds other rules, with names of their own, and gives that of their root."""
-        names = set(_RULES.findall(rules))
-
-        def named(match: re.Match[str]) -> str:
-            return f"{prefix}_{match[0]}" if match[0] in names else match[0]
-
-        self._lines.append(_WORDS.sub(named, rules).strip())
-        return f"{prefix}_root"
-
-
-def _quoted(text: str) -> str:
-    """A string in GBNF, whose escapes are those of JSON."""
-    return json.dumps(text, ensure_ascii=False)
+            made, more = replace(text, patterns=(*text.patterns, without)).rules("t")
+            return _grammar("\n".join([f"root ::= {made}", *more]))
+        if argument.may_be_text:
+            ends = ", ".join(
+                json.dumps(end, ensure_ascii=False) for end in (tag, *self._no_markers)
+            )
+            return _grammar(f"root ::= TagDispatch(loop_after_dispatch=false, excludes=({ends}))")
+        return self._of("json_schema", json.dumps(argument.whole, ensure_ascii=False))
