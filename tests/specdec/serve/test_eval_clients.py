@@ -123,10 +123,7 @@ def arguments(server: Live, route: str, folder: Path, **more: Any) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("num_concurrent", [1, 4])
-def test_completions_of_lm_eval(
-    server: Live, decoder: SpecDecoder, folder: Path, num_concurrent: int
-) -> None:
+def test_completions_of_lm_eval(server: Live, decoder: SpecDecoder, folder: Path) -> None:
     """`local-completions` generates what the model does in this process, and scores the same."""
     one = problems(folder)
     given = arguments(
@@ -134,7 +131,7 @@ def test_completions_of_lm_eval(
         "/v1/completions",
         folder,
         tokenizer_backend="huggingface",
-        num_concurrent=num_concurrent,
+        num_concurrent=4,
     )
     found, expected = (
         evaluate("local-completions", one, given),

@@ -9,10 +9,10 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ import torch
 pytest.importorskip("xgrammar")
 
 from specdec.base.config import EngineConfig
+from specdec.cli.main import main
 from specdec.parallel.executor import collective_rpc
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
+from tests.helpers.forked import Forked
 from tests.helpers.live_server import Live, live_server
 from tests.helpers.waiting import HANG, gated, wait_until
 
@@ -225,7 +227,9 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(
 
 
 @pytest.mark.slow
-def test_sigterm_to_both_ranks_lets_the_unfinished_finish(folder: Path, one: Live) -> None:
+def test_sigterm_to_both_ranks_lets_the_unfinished_finish(
+    folder: Path, request: pytest.FixtureRequest
+) -> None:
     """Started and told to end as by torchrun, which passes a signal on to all; both end in good
     order, rank 0 first.
     """
@@ -235,27 +239,18 @@ def test_sigterm_to_both_ranks_lets_the_unfinished_finish(folder: Path, one: Liv
         f"serve --model {folder} --device cpu --dtype float32 --drafter {LOAD['drafter']} -k 3"
         " --max-num-seqs 4 --port 0 --tensor-parallel 2"
     )
-    command = [sys.executable, "-m", "specdec", *line.split()]
-    same = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    ranks = [
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=same | own)
-        for own in numbers
-    ]
-    try:
-        assert ranks[0].stderr is not None
-        url = (
-            next(line for line in ranks[0].stderr if " at http" in line)
-            .split()[-1]
-            .removesuffix("/v1")
-        )
+
+    def serve(rank: int) -> int:
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in own.items()}
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        return main(line.split())
+
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(closing(Forked(partial(serve, rank)))) for rank in range(2)]
+        url = next(said for said in ranks[0].stderr if " at http" in said).split()[-1]
         asked = {**LONG, "max_tokens": 200, "stream": True}
-        with httpx.stream("POST", url + COMPLETIONS, json=asked) as stream:
+        with httpx.stream("POST", f"{url}/completions", json=asked) as stream:
             events = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
             begun = next(events)
             for rank in reversed(ranks):
@@ -263,15 +258,7 @@ def test_sigterm_to_both_ranks_lets_the_unfinished_finish(folder: Path, one: Liv
             *rest, end = events
         assert end == "[DONE]"
         text = "".join(json.loads(event)["choices"][0]["text"] for event in [begun, *rest])
+        one: Live = request.getfixturevalue("one")
         assert text == one.decoder.generate("abc", max_tokens=200, ignore_eos=True).text
-        said = [
-            line
-            for rank in ranks
-            for line in rank.communicate(timeout=HANG)[1].splitlines()
-            if "specdec" in line
-        ]
-        assert not said and [rank.returncode for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        said = [line for rank in ranks for line in rank.stderr if "specdec" in line]
+        assert not said and [rank.wait(HANG) for rank in ranks] == [0, 0]

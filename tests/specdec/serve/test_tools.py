@@ -82,12 +82,12 @@ def decoder() -> SpecDecoder:
 @pytest.mark.parametrize(
     ("form", "count"),
     [
-        ("hermes", 10),
-        ("qwen3_coder", 8),
-        ("mistral", 8),
-        ("glm", 4),
-        ("deepseek_v3", 4),
-        ("harmony", 4),
+        ("hermes", 5),
+        ("qwen3_coder", 5),
+        ("mistral", 4),
+        ("glm", 3),
+        ("deepseek_v3", 3),
+        ("harmony", 3),
     ],
 )
 def test_calls_are_valid_and_the_same_with_drafts(
@@ -132,6 +132,8 @@ def test_forced_calls_in_answers_and_streams(hermes: openai.OpenAI, choice: Any)
         for name, arguments in called(made.message):
             assert set(json.loads(arguments)) == ({"city", "unit"} if name != "now" else set())
         most = max(most, len(calls))
+        if seed and (most > 1 or choice != "required"):
+            break
     assert most > 1 if choice == "required" else most == 1
 
 
@@ -178,7 +180,9 @@ def test_text_and_calls_as_the_model_likes(mistral: openai.OpenAI) -> None:
         assert calls == [name for name, _ in called(made.message)] and reason == made.finish_reason
         assert (reason == "tool_calls") == bool(calls) or reason == "length"
         kinds.add((bool(text), bool(calls)))
-    assert {(True, False), (True, True)} <= kinds
+        if seed >= 3 and {(True, False), (True, True)} <= kinds:
+            return
+    raise AssertionError(f"only {kinds}")
 
 
 def test_channels() -> None:
