@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, NamedTuple, Required, TypedDict, Unpack
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    Required,
+    TypedDict,
+    TypeVar,
+    Unpack,
+)
 
 import torch
 from torch import Tensor
@@ -243,8 +253,11 @@ class AttentionMetadata:
         )
 
 
-class AttentionBackend(ABC):
-    """Attention over the paged cache.
+Spec = TypeVar("Spec")
+
+
+class Backend(ABC, Generic[Spec]):
+    """Attention over the paged cache: a capability statement, a plan and a run.
 
     One object serves the layers of one shape of a model on one device. `plan` may look at every
     request of the batch; `run` should only launch kernels. Neither may make the host wait for the
@@ -256,20 +269,63 @@ class AttentionBackend(ABC):
     """Whether a prefill whose lengths only the device knows costs no more than one that states
     them.
     """
-    prefill_tokens: ClassVar[int] = 8192
+    prefill_tokens: ClassVar[int]
     """Prompt tokens of a step on an accelerator, unless the user says how many. Every chunk reads
     all weights, those of all experts too, so large ones are fastest, as far as memory goes."""
     steady_len: int = 0
     """Tokens in the cache from which on a plan of decoding depends on no length any more; 0 where
     there is no such number.
     """
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def unsupported_reasons(cls, spec: Spec) -> list[str]:
+        """All reasons why this backend cannot serve `spec`; empty when it can."""
+
+    @classmethod
+    def tree_reasons(cls, spec: Spec) -> list[str]:
+        """All reasons why this backend, which can serve `spec`, cannot verify draft trees with it;
+        chains it can.
+        """
+        return [f"{cls.name} has no masks for them"]
+
+    @classmethod
+    def ragged_reasons(cls, spec: Spec) -> list[str]:
+        """All reasons why this backend, which can serve `spec`, cannot verify fewer rows of one
+        request than of another; see `AttentionMetadata.ragged`.
+        """
+        return [f"{cls.name} takes equally many rows of all requests"]
+
+    @classmethod
+    def reasons_against_auto(cls, spec: Spec) -> list[str]:
+        """Why `auto` should pass over this backend although it can serve `spec`; by name it is
+        taken all the same.
+        """
+        return []
+
+    @classmethod
+    def describe(cls, spec: Spec) -> list[str]:
+        """What there is to know about how this backend would serve `spec`, for people; mostly
+        nothing.
+        """
+        return []
+
+    @abstractmethod
+    def plan(self, metadata: AttentionMetadata) -> Any:
+        """Work that all layers of one forward share, such as masks and index lists."""
+
+
+class AttentionBackend(Backend[AttentionSpec]):
+    """Attention with ordinary heads."""
+
+    prefill_tokens = 8192
     fits_fused_layers: bool = False
     """Whether our Triton kernels may compute what surrounds it; beside the reference all is plain
     torch.
     """
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        self.spec = spec
 
     @cached_property
     def each(self) -> "tuple[AttentionBackend, ...]":
@@ -280,43 +336,6 @@ class AttentionBackend(ABC):
     def mha_backend(self) -> "type[AttentionBackend]":
         """Backend for further layers with ordinary heads, such as those of a drafter: this one."""
         return type(self)
-
-    @classmethod
-    @abstractmethod
-    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
-        """All reasons why this backend cannot serve `spec`; empty when it can."""
-
-    @classmethod
-    def tree_reasons(cls, spec: AttentionSpec) -> list[str]:
-        """All reasons why this backend, which can serve `spec`, cannot verify draft trees with it;
-        chains it can.
-        """
-        return [f"{cls.name} has no masks for them"]
-
-    @classmethod
-    def ragged_reasons(cls, spec: AttentionSpec) -> list[str]:
-        """All reasons why this backend, which can serve `spec`, cannot verify fewer rows of one
-        request than of another; see `AttentionMetadata.ragged`.
-        """
-        return [f"{cls.name} takes equally many rows of all requests"]
-
-    @classmethod
-    def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
-        """Why `auto` should pass over this backend although it can serve `spec`; by name it is
-        taken all the same.
-        """
-        return []
-
-    @classmethod
-    def describe(cls, spec: AttentionSpec) -> list[str]:
-        """What there is to know about how this backend would serve `spec`, for people; mostly
-        nothing.
-        """
-        return []
-
-    @abstractmethod
-    def plan(self, metadata: AttentionMetadata) -> Any:
-        """Work that all layers of one forward share, such as masks and index lists."""
 
     def run(
         self,

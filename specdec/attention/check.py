@@ -199,18 +199,12 @@ class Requests:
         options["scale"] = spec.head_dim**-0.5
         return lambda: attention.run(query, key, value, cache, plan, **options)
 
-    def before(self) -> Callable[[torch.device], AttentionMetadata]:
+    def before(self, device: torch.device) -> AttentionMetadata:
         """The forward of all that the new rows find in the cache, a prompt of each request."""
         pairs = zip(self.phase.lengths, self.phase.widths, strict=True)
-        members = [(i, length - width) for i, (length, width) in enumerate(pairs) if length > width]
-        lengths = [length for _, length in members]
-
-        def metadata(device: torch.device) -> AttentionMetadata:
-            table = self.table[[i for i, _ in members]].to(device)
-            slots = self.slots[~self.is_new].to(device)
-            return AttentionMetadata.packed(lengths, lengths, table, slots)
-
-        return metadata
+        lengths = {i: length - width for i, (length, width) in enumerate(pairs) if length > width}
+        table, slots = self.table[[*lengths]].to(device), self.slots[~self.is_new].to(device)
+        return AttentionMetadata.packed([*lengths.values()], [*lengths.values()], table, slots)
 
     def metadata(self, slot_mapping: Tensor) -> AttentionMetadata:
         """Metadata of the forward that is checked."""

@@ -5,9 +5,8 @@ twice the score that rounding to 8 bits costs.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,15 +51,10 @@ def latent_variant(spec: MlaSpec) -> tuple[torch.dtype | str, ...]:
     """What tells one verdict from another: types, shape, indexer, and how prompts are computed."""
     sizes = (spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim)
     shape = "x".join(map(str, (*sizes, spec.v_head_dim)))
-    indexer = ["x".join(map(str, vars_of(spec.indexer)))] if spec.indexer else []
+    indexer = ["x".join(map(str, astuple(spec.indexer)))] if spec.indexer else []
     prompts = [] if spec.fp8_prefill else ["prompts16"]
     types = dict.fromkeys((spec.dtype, spec.kv_dtype))
     return (*types, shape, f"blocks{spec.block_size}", *indexer, *prompts)
-
-
-def vars_of(indexer: Any) -> tuple[int, int, int]:
-    """Heads, their size, and how many positions are chosen."""
-    return indexer.num_heads, indexer.head_dim, indexer.topk
 
 
 def check_latent(backend: type[MlaBackend], spec: MlaSpec) -> Deviation:
@@ -73,15 +67,10 @@ def check_latent(backend: type[MlaBackend], spec: MlaSpec) -> Deviation:
     return worst(one for phase in phases for one in Latents(spec, phase).deviations(attention))
 
 
-class Inputs(NamedTuple):
-    """Rows of all positions; those of a forward are chosen from them."""
-
-    latent: Tensor
-    indexer: IndexerRows | None
-
-
 class Latents:
-    """One layer's requests, whose blocks lie scattered in a cache."""
+    """One layer's requests, whose blocks lie scattered in a cache. There are latents and an
+    indexer's rows of all positions; those of a forward are chosen from them.
+    """
 
     def __init__(self, spec: MlaSpec, phase: Phase) -> None:
         cpu, heads = torch.device("cpu"), spec.num_heads
@@ -89,12 +78,12 @@ class Latents:
         self.spec = spec
         self.requests = requests = Requests(replace(shape, cache_dtype=spec.cache_dtype), phase)
         count, rows = len(requests.slots), sum(phase.widths)
-        index = spec.indexer and IndexerRows(
-            normal(count, spec.indexer.num_heads, spec.indexer.head_dim).to(spec.dtype),
-            normal(count, spec.indexer.head_dim).to(spec.dtype),
-            normal(count, spec.indexer.num_heads).abs(),
-        )
-        self.inputs = Inputs(requests.key[:, 0], index or None)
+        self.latent = requests.key[:, 0]
+        self.index: IndexerRows | None = None
+        if spec.indexer is not None:
+            keys = normal(count, spec.indexer.head_dim).to(spec.dtype)
+            query = normal(count, spec.indexer.num_heads, spec.indexer.head_dim).to(spec.dtype)
+            self.index = IndexerRows(query, keys, normal(count, spec.indexer.num_heads).abs())
         self.nope = normal(rows, heads, spec.qk_nope_head_dim).to(spec.dtype)
         self.rope = normal(rows, heads, spec.qk_rope_head_dim).to(spec.dtype)
         rank = spec.kv_lora_rank
@@ -139,18 +128,18 @@ class Latents:
         new, rank = requests.is_new, spec.kv_lora_rank
         size = requests.num_blocks, spec.block_size
         cache = attention.cache_spec.allocate(*size, spec.kv_dtype, spec.device)
-        whole = cut(self.inputs.latent).to(spec.device, spec.dtype)
+        whole = cut(self.latent).to(spec.device, spec.dtype)
         latent = whole.split([rank, spec.qk_rope_head_dim], 1)
         slots, there = requests.slots.to(spec.device), new.to(spec.device)
         if not new.all():
             attention.write(cache, latent[0][~there], latent[1][~there], slots[~there])
-        if self.inputs.indexer is not None and selected is None:
+        chooses = self.index is not None and selected is None
+        if chooses and not new.all():
             assert isinstance(attention, SparseMlaBackend)
-            if not new.all():
-                before = attention.plan(requests.before()(spec.device))
-                attention.select(self._index(spec, ~new), cache, before)
+            before = attention.plan(requests.before(spec.device))
+            attention.select(self._index(spec, ~new), cache, before)
         plan = attention.plan(requests.metadata(slots[there]))
-        if self.inputs.indexer is not None and selected is None:
+        if chooses:
             assert isinstance(attention, SparseMlaBackend)
             selected = attention.select(self._index(spec, new), cache, plan)
         queries = (cut_query(rows) for rows in (self.nope, self.rope))
@@ -162,13 +151,12 @@ class Latents:
         return attention.run(rows, up, cache, plan, scale=scale, selected=chosen), selected
 
     def _index(self, spec: MlaSpec, chosen: Tensor) -> IndexerRows:
-        assert self.inputs.indexer is not None
-        query, key, weights = (rows[chosen].to(spec.device) for rows in self.inputs.indexer)
-        return IndexerRows(query, key, weights)
+        assert self.index is not None
+        return IndexerRows(*(rows[chosen].to(spec.device) for rows in self.index))
 
     def _loss(self, selected: Tensor) -> Deviation:
         """The share of the best positions' scores that is lost, and twice that of rounding."""
-        index, phase = self.inputs.indexer, self.requests.phase
+        index, phase = self.index, self.requests.phase
         assert index is not None and self.spec.indexer is not None
         lost = usual = best_sum = 0.0
         row = first = 0

@@ -11,14 +11,14 @@ and output and attend to the latents themselves (decoding). With an indexer (Dee
 attends only to the positions that score best for it.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionBackend, AttentionMetadata
+from specdec.attention.backend import AttentionBackend, Backend
 from specdec.kv_cache import LatentCache, LatentLayerSpec
 
 
@@ -108,55 +108,15 @@ INDEXED = "an indexer chooses among positions, which drafts of a tree share"
 """Why layers with an indexer do not verify trees."""
 
 
-class MlaBackend(ABC):
-    """Latent attention over the paged cache.
+class MlaBackend(Backend[MlaSpec]):
+    """Latent attention."""
 
-    One object serves one model on one device. `plan` may look at every request of the batch; `run`
-    should only launch kernels. Neither may make the host wait for the device.
-    """
-
-    name: ClassVar[str]
-    captures_prefill: ClassVar[bool] = False
-    """See `specdec.attention.backend.AttentionBackend.captures_prefill`."""
-    prefill_tokens: ClassVar[int] = 2048
-    """See `specdec.attention.backend.AttentionBackend.prefill_tokens`; keys and values of all heads
-    are large.
-    """
-    steady_len: int = 0
-    """See `specdec.attention.backend.AttentionBackend.steady_len`."""
-
-    def __init__(self, spec: MlaSpec) -> None:
-        self.spec = spec
+    prefill_tokens = 2048  # keys and values of all heads are large
 
     @property
     def each(self) -> "tuple[MlaBackend, ...]":
-        """See `specdec.attention.backend.AttentionBackend.each`: the layers have one shape."""
+        """See `AttentionBackend.each`: the layers have one shape."""
         return (self,)
-
-    @classmethod
-    @abstractmethod
-    def unsupported_reasons(cls, spec: MlaSpec) -> list[str]:
-        """All reasons why this backend cannot serve `spec`; empty when it can."""
-
-    @classmethod
-    def reasons_against_auto(cls, spec: MlaSpec) -> list[str]:
-        """See `specdec.attention.backend.AttentionBackend.reasons_against_auto`."""
-        return []
-
-    @classmethod
-    def tree_reasons(cls, spec: MlaSpec) -> list[str]:
-        """See `specdec.attention.backend.AttentionBackend.tree_reasons`."""
-        return [f"{cls.name} has no masks for them"]
-
-    @classmethod
-    def ragged_reasons(cls, spec: MlaSpec) -> list[str]:
-        """See `specdec.attention.backend.AttentionBackend.ragged_reasons`."""
-        return [f"{cls.name} takes equally many rows of all requests"]
-
-    @classmethod
-    def describe(cls, spec: MlaSpec) -> list[str]:
-        """See `specdec.attention.backend.AttentionBackend.describe`."""
-        return []
 
     @property
     def prefill_dtype(self) -> torch.dtype:
@@ -177,10 +137,6 @@ class MlaBackend(ABC):
     @abstractmethod
     def cache_spec(self) -> LatentLayerSpec:
         """What one layer stores per token."""
-
-    @abstractmethod
-    def plan(self, metadata: AttentionMetadata) -> Any:
-        """Work that all layers of one forward share."""
 
     @abstractmethod
     def write(

@@ -36,7 +36,7 @@ def generate(
     if guard:
         guard_steps(engine)
     requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=14)) for prompt in random_prompts(4)
+        engine.add_request(prompt, SamplingParams(max_tokens=8)) for prompt in random_prompts(4)
     ]
     while engine.has_work:
         engine.step()

@@ -98,6 +98,48 @@ def attention(
     return torch.cat(outputs)
 
 
+def scattered(lengths: list[int], size: int, spare: int = 2) -> tuple[int, list[Tensor], Tensor]:
+    """Requests in blocks of `size` that lie anywhere in a cache: how many blocks it has, the slots
+    of each request's tokens, and the block table with `spare` columns behind the longest request.
+    """
+    counts = [blocks_for(n, size) for n in lengths]
+    tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
+    places = [torch.arange(n) for n in lengths]
+    slots = [t[p // size] * size + p % size for t, p in zip(tables, places, strict=True)]
+    table = torch.full((len(lengths), max(counts) + spare), int(tables[0][0]), dtype=torch.int32)
+    for row, blocks in zip(table, tables, strict=True):
+        row[: len(blocks)] = blocks.int()
+    return sum(counts) + 1, slots, table
+
+
+def metadata_of(
+    lengths: list[int],
+    widths: list[int],
+    slots: list[Tensor],
+    table: Tensor,
+    device: torch.device,
+    *,
+    uniform: bool,
+    causal: bool,
+) -> AttentionMetadata:
+    """The last `widths` rows of requests in the blocks of `scattered`; see `Case`."""
+    last = [own[len(own) - width :] for own, width in zip(slots, widths, strict=True)]
+    starts = [0, *itertools.accumulate(widths)]
+    return AttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32).to(device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
+        block_table=table.to(device),
+        slot_mapping=torch.cat(last).to(device),
+        num_reqs=len(lengths),
+        num_tokens=sum(widths),
+        max_query_len=max(widths),
+        max_seq_len=max(lengths) + 2 * uniform,
+        visibility="causal" if causal else "full",
+        query_lens=None if uniform else widths,
+        seq_lens_host=None if uniform else lengths,
+    )
+
+
 def _rows(keys: list[Tensor], values: list[Tensor], parts: list[slice]) -> dict[str, Any]:
     """The given part of every request's keys and values, packed."""
     return {
@@ -138,14 +180,8 @@ class Case:
         torch.default_generator.manual_seed(0)  # the other devices' generators take their time
         self.spec, self.trees = spec, trees
         device = spec.device
-        counts = [blocks_for(n, spec.block_size) for n in lengths]
-        tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
-        self.num_blocks = sum(counts) + 1
         heads, dim, size = spec.num_kv_heads, spec.head_dim, spec.block_size
-        slots = [
-            tables[i][torch.arange(n) // size] * size + torch.arange(n) % size
-            for i, n in enumerate(lengths)
-        ]
+        self.num_blocks, slots, table = scattered(lengths, size, spare)
         self.old_slots = torch.cat(
             [s[: len(s) - w] for s, w in zip(slots, widths, strict=True)]
         ).to(device)
@@ -164,27 +200,9 @@ class Case:
             product = torch.cat([self.query, *self.new.values()], dim=1)
             self.query, *rows = product.split([spec.num_heads, heads, heads], dim=1)
             self.new = dict(zip(self.new, rows, strict=True))
-        table = torch.full(
-            (len(lengths), max(counts) + spare), int(tables[0][0]), dtype=torch.int32
-        )
-        for i, blocks in enumerate(tables):
-            table[i, : counts[i]] = blocks.int()
-        self.metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32).to(
-                device
-            ),
-            seq_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
-            block_table=table.to(device),
-            slot_mapping=torch.cat(
-                [s[len(s) - w :] for s, w in zip(slots, widths, strict=True)]
-            ).to(device),
-            num_reqs=len(lengths),
-            num_tokens=sum(widths),
-            max_query_len=max(widths),
-            max_seq_len=min(max(lengths) + 2, table.shape[1] * size),
-            visibility="causal" if causal else "full",
-            query_lens=None if uniform else widths,
-            seq_lens_host=None if uniform else lengths,
+        self.metadata = replace(
+            metadata_of(lengths, widths, slots, table, device, uniform=uniform, causal=causal),
+            max_seq_len=min(max(lengths) + 2 * uniform, table.shape[1] * size),
         )
         if trees:
             self.metadata = with_trees(self.metadata, trees)

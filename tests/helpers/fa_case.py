@@ -2,19 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-import specdec.device.device
-from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.attention.backend import AttentionBackend
 from specdec.model.core import Verifier
-from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.aiter_emulation import Machine
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.tiny_configs import CONFIGS
 from tests.helpers.tiny_models import paged_verifier
@@ -25,28 +21,6 @@ BACKENDS: dict[str, type[RocmAiterFaBackend]] = {
 }
 
 
-Install = Callable[..., Machine]
-
-
-def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
-    """A function that pretends a ROCm machine with AITER; whole generations ask for float32, which
-    the emulation then takes.
-    """
-
-    def setup(
-        version: str = "0.1.20", architecture: str = "gfx942", float32: bool = False, **options: Any
-    ) -> Machine:
-        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
-        if float32:
-            monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
-        machine = Machine(
-            version=version, architecture=architecture, allow_float32=float32, **options
-        )
-        return install(monkeypatch, folder, machine)
-
-    return setup
-
-
 SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
     "single": ([40, 1, 33, 16], [1, 1, 1, 1], True),
     "block": ([40, 5, 33, 21], [5, 5, 5, 5], True),
@@ -55,9 +29,6 @@ SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
     "mixed": ([40, 17, 35, 33, 50], [3, 17, 1, 33, 20], False),
 }
 """Lengths, rows, and whether only the device knows them."""
-
-
-FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 
 
 def replace_head_dim(config: PreTrainedConfig, head_dim: int = 64) -> PreTrainedConfig:

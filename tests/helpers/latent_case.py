@@ -3,45 +3,19 @@ and what AITER's backend has to make of them.
 """
 
 import copy
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-import specdec.device.device
-from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import MlaBackend, MlaRows, MlaSpec, UpProjection
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
-from specdec.kv_cache import LatentCache, blocks_for
-from tests.helpers.aiter_emulation import Machine, install
+from specdec.kv_cache import LatentCache
+from tests.helpers.attention_case import metadata_of, scattered
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.trees import Parents, sight_of, with_trees
-
-FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
-Install = Callable[..., Machine]
-
-
-def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
-    """A function that pretends a ROCm machine with AITER; `tiny` also takes float32 and small
-    sizes.
-    """
-
-    def setup(
-        version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = False, **options: Any
-    ) -> Machine:
-        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
-        # enough to split everything, few enough to be quick
-        options.setdefault("num_compute_units", 8)
-        options.setdefault("any_shape", tiny)
-        machine = Machine(version=version, architecture=architecture, allow_float32=tiny, **options)
-        return install(monkeypatch, folder, machine)
-
-    return setup
 
 
 def spec(**changes: Any) -> MlaSpec:
@@ -104,14 +78,7 @@ class Case:
             spec.qk_nope_head_dim,
             spec.qk_rope_head_dim,
         )
-        counts = [blocks_for(n, spec.block_size) for n in lengths]
-        tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
-        self.num_blocks = sum(counts) + 1
-        self.slots = [
-            tables[i][torch.arange(n) // spec.block_size] * spec.block_size
-            + torch.arange(n) % spec.block_size
-            for i, n in enumerate(lengths)
-        ]
+        self.num_blocks, self.slots, table = scattered(lengths, spec.block_size)
         num_rows = sum(widths)
         self.latents = [
             torch.randn(n, rank + rope).to(spec.kv_dtype).to(spec.dtype) for n in lengths
@@ -128,21 +95,8 @@ class Case:
             (torch.randn(heads, nope, rank) * rank**-0.5).to(spec.dtype),
             (torch.randn(heads, rank, spec.v_head_dim) * rank**-0.5).to(spec.dtype),
         )
-        table = torch.full((len(lengths), max(counts) + 2), int(tables[0][0]), dtype=torch.int32)
-        for i, blocks in enumerate(tables):
-            table[i, : counts[i]] = blocks.int()
-        self.metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32),
-            seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            block_table=table,
-            slot_mapping=torch.cat([s[-w:] for s, w in zip(self.slots, widths, strict=True)]),
-            num_reqs=len(lengths),
-            num_tokens=num_rows,
-            max_query_len=max(widths),
-            max_seq_len=max(lengths) + 2,
-            visibility="causal" if causal else "full",
-            query_lens=None if uniform else widths,
-            seq_lens_host=None if uniform else lengths,
+        self.metadata = metadata_of(
+            lengths, widths, self.slots, table, spec.device, uniform=uniform, causal=causal
         )
         if trees:
             self.metadata = with_trees(self.metadata, trees)

@@ -1,18 +1,12 @@
 """A pretended ROCm machine, and random histories of sparse latent attention to run on it."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-import specdec.device.device
-from specdec.attention.aiter.latent import latents
-from specdec.attention.aiter.latent import mla_sparse as rocm_aiter_mla_sparse
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import (
     IndexerRows,
@@ -23,37 +17,9 @@ from specdec.attention.mla import (
     UpProjection,
 )
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
-from specdec.kv_cache import LatentCache, PagedKVCache, blocks_for
-from tests.helpers.aiter_emulation import Machine, install
+from specdec.kv_cache import LatentCache, PagedKVCache
+from tests.helpers.attention_case import metadata_of, scattered
 from tests.helpers.bounds import Float64, assert_as_exact
-
-FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
-Install = Callable[..., Machine]
-
-
-def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
-    """A function that pretends a ROCm machine with AITER; `tiny` also takes float32 and small
-    latents, as no real kernel does.
-    """
-
-    def setup(
-        version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = True, **options: Any
-    ) -> Machine:
-        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
-        if tiny:
-            monkeypatch.setattr(latents, "DTYPES", (torch.float32,))
-            monkeypatch.setattr(latents, "LATENT_SHAPES", ((32, 16), (16, 8)))
-            monkeypatch.setattr(rocm_aiter_mla_sparse, "INDEX_HEAD_DIMS", (16, 32))
-        machine = Machine(
-            version=version,
-            architecture=architecture,
-            allow_float32=tiny,
-            any_shape=tiny,
-            **options,
-        )
-        return install(monkeypatch, folder, machine)
-
-    return setup
 
 
 def spec(**changes: Any) -> MlaSpec:
@@ -126,13 +92,8 @@ class Case:
     ) -> None:
         torch.default_generator.manual_seed(seed)
         self.spec, self.lengths = spec, list(lengths)
-        counts = [blocks_for(n, spec.block_size) for n in lengths]
-        tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
-        self.num_blocks = sum(counts) + 1
-        # rows further apart than long
-        self.table = torch.zeros(len(lengths), max(counts) + 5, dtype=torch.int32)[:, :-3]
-        for i, blocks in enumerate(tables):
-            self.table[i, : counts[i]] = blocks.int()
+        self.num_blocks, self.slots, table = scattered(self.lengths, spec.block_size, spare=5)
+        self.table = table[:, :-3]  # rows further apart than long
         self._made = [self._layer(exact) for _ in range(num_layers)]
 
     def _layer(self, exact: bool) -> tuple[list[MlaRows], list[IndexerRows], UpProjection]:
@@ -207,21 +168,9 @@ class Case:
         else not even a lower bound.
         """
         seq_lens = [d + w for d, w in zip(done, widths, strict=True)]
-        size = self.spec.block_size
-        positions = [torch.arange(d, n) for d, n in zip(done, seq_lens, strict=True)]
-        slots = [self.table[i][p // size].long() * size + p % size for i, p in enumerate(positions)]
-        return AttentionMetadata(
-            query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            block_table=self.table,
-            slot_mapping=torch.cat(slots),
-            num_reqs=len(widths),
-            num_tokens=sum(widths),
-            max_query_len=max(widths),
-            max_seq_len=max(seq_lens) + (0 if known else 2),
-            query_lens=list(widths) if known else None,
-            seq_lens_host=seq_lens if known else None,
-        )
+        slots = [own[:length] for own, length in zip(self.slots, seq_lens, strict=False)]
+        where = slots, self.table, self.spec.device
+        return metadata_of(seq_lens, list(widths), *where, uniform=not known, causal=True)
 
     def forward(
         self,

@@ -1,6 +1,5 @@
 """torch_ref against the definition of attention, and the choice of a backend."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,9 +11,10 @@ from specdec.attention.selector import refusals, select_backend
 from specdec.attention.torch_ref import fa as torch_ref
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.base.errors import BackendError, InvalidInputError
-from specdec.kv_cache import KVLayerSpec, PagedKVCache, blocks_for
-from tests.helpers.attention_case import attention
-from tests.helpers.bounds import assert_as_exact
+from specdec.kv_cache import KVLayerSpec
+from specdec.kv_cache.cache import Memory
+from tests.helpers.attention_case import Case
+from tests.helpers.pairs import pairs
 
 BLOCK, HEADS, DIM = 4, 6, 8
 
@@ -32,12 +32,16 @@ def spec(**changes: object) -> AttentionSpec:
     return AttentionSpec(**{**values, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
 @pytest.mark.parametrize(
-    ("causal", "window"), list(itertools.product([True, False], [None, 1, 3, 100]))
+    ("num_kv_heads", "causal", "window", "extra", "kind"),
+    pairs(
+        [1, 2, 6],
+        [True, False],
+        [None, 1, 3, 100],
+        ["", "sinks", "softcap", "both"],
+        ["uniform", "single", "ragged", "grouped"],
+    ),
 )
-@pytest.mark.parametrize("extra", ["", "sinks", "softcap", "both"])
-@pytest.mark.parametrize("kind", ["uniform", "single", "ragged", "grouped"])
 def test_every_case_equals_the_definition(
     num_kv_heads: int,
     causal: bool,
@@ -47,71 +51,18 @@ def test_every_case_equals_the_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prefill, extension, causal and bidirectional blocks, windows, sinks, softcap and every group
-    size, on scattered blocks.
+    size, on scattered blocks; what nobody wrote does not matter.
     """
-    torch.manual_seed(0)
-    backend = TorchRefBackend(spec(num_kv_heads=num_kv_heads))
-    lengths, widths = [9, 5, 12], {"uniform": [3, 3, 3], "single": [1, 1, 1]}.get(kind, [7, 1, 4])
-    uniform = len(set(widths)) == 1
     if kind == "grouped":
         monkeypatch.setattr(torch_ref, "_size_class", lambda *_: (0,))
-    counts = [blocks_for(n, BLOCK) for n in lengths]
-    tables = list(torch.split(torch.randperm(sum(counts)) + 1, counts))
-    cache = PagedKVCache(
-        [KVLayerSpec(num_kv_heads, DIM)],
-        num_blocks=sum(counts) + 1,
-        block_size=BLOCK,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    ).layers[0]
-    cache.key.normal_()  # what nobody wrote must not matter
-    cache.value.normal_()
-    keys, values = ([torch.randn(n, num_kv_heads, DIM) for n in lengths] for _ in "kv")
-    slots = [
-        tables[i][torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK
-        for i, n in enumerate(lengths)
-    ]
-    for i, (n, w) in enumerate(zip(lengths, widths, strict=True)):
-        backend.write(cache, keys[i][: n - w], values[i][: n - w], slots[i][: n - w])
-    table = torch.zeros(3, 5, dtype=torch.int32)
-    for i in range(3):
-        table[i, : counts[i]] = tables[i].int()
-    metadata = AttentionMetadata(
-        query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        block_table=table,
-        slot_mapping=torch.cat([s[-w:] for s, w in zip(slots, widths, strict=True)]),
-        num_reqs=3,
-        num_tokens=sum(widths),
-        max_query_len=max(widths),
-        max_seq_len=14 if uniform else max(lengths),
-        visibility="causal" if causal else "full",
-        query_lens=None if uniform else widths,
-        seq_lens_host=None if uniform else lengths,
-    )
-    query = torch.randn(sum(widths), HEADS, DIM)
-    sinks = torch.randn(HEADS) if extra in ("sinks", "both") else None
-    softcap = 0.7 if extra in ("softcap", "both") else None
-    key, value = (
-        torch.cat([t[-w:] for t, w in zip(side, widths, strict=True)]) for side in (keys, values)
-    )
-    got = backend.run(
-        query,
-        key,
-        value,
-        cache,
-        backend.plan(metadata),
-        scale=0.3,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
-    plain, exact = (
-        attention(query, cache, metadata, dtype=dtype, **how)
-        for dtype in (torch.float32, torch.float64)
-    )
-    assert_as_exact(got, plain, exact)
+    monkeypatch.setattr(Memory, "zeros", lambda memory, shape, dtype: torch.randn(shape))
+    widths = {"uniform": [3, 3, 3], "single": [1, 1, 1]}.get(kind, [7, 1, 4])
+    asked, uniform = spec(num_kv_heads=num_kv_heads), len({*widths}) == 1
+    case = Case(asked, [9, 5, 12], widths, uniform=uniform, causal=causal)
+    how: dict[str, Any] = {"scale": 0.3, "window": window}
+    how["sinks"] = torch.randn(HEADS) if extra in ("sinks", "both") else None
+    how["softcap"] = 0.7 if extra in ("softcap", "both") else None
+    case.check(case.attend(TorchRefBackend(asked), **how), **how)
 
 
 def test_backends_are_chosen_and_refused_by_reason() -> None:

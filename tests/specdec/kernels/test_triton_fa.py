@@ -19,7 +19,8 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
 from tests.helpers.attention_case import Case, attention
 from tests.helpers.bounds import assert_as_exact
-from tests.helpers.fa_case import pretend_rocm
+from tests.helpers.pairs import pairs
+from tests.helpers.rocm import pretend_rocm
 from tests.helpers.trees import random_trees
 from tests.helpers.triton_interpreter import require_triton
 
@@ -174,10 +175,10 @@ def test_blocks_of_every_width_and_group(
 @pytest.mark.parametrize(
     ("causal", "window", "extra", "splits"),
     [
-        (causal, window, extra, 4 if (i + j + causal) % 2 else 1)
-        for causal in (True, False)
-        for i, window in enumerate([None, 3, 30])
-        for j, extra in enumerate(["plain", "sinks", "softcap"])
+        (causal, window, extra, 4 if causal == (extra != "plain") else 1)
+        for causal, window, extra in pairs(
+            [True, False], [None, 3, 30], ["plain", "sinks", "softcap"]
+        )
     ],
 )
 def test_masks_and_scores(causal: bool, window: int | None, extra: str, splits: int) -> None:
@@ -385,9 +386,7 @@ def test_refusals() -> None:
     )
 
 
-@pytest.mark.parametrize("trees", [False, True])
-@pytest.mark.parametrize("passes", [False, True])
-@pytest.mark.parametrize("lone", [False, True])
+@pytest.mark.parametrize(("trees", "passes", "lone"), pairs(*[[False, True]] * 3))
 def test_aiter_leaves_blocks_on_an_eight_bit_cache_to_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trees: bool, passes: bool, lone: bool
 ) -> None:

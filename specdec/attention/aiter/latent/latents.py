@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import specdec.device.device
-from specdec.attention.mla import MlaRows, MlaSpec, UpProjection
+from specdec.attention.aiter.fa import RocmAiterFaBackend
+from specdec.attention.latent_check import reasons_against_latent
+from specdec.attention.mla import MlaBackend, MlaRows, MlaSpec, UpProjection
 from specdec.base.errors import CapacityError
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterMla
@@ -186,6 +188,37 @@ class LatentKernels:
             dtype_q=self.query_dtype,
             dtype_kv=self.spec.kv_dtype,
         )
+
+
+class AiterLatentBackend(MlaBackend):
+    """What both backends have in common: latents are written alike, and a self-check decides
+    whether `auto` takes them.
+    """
+
+    def __init__(self, spec: MlaSpec, *, eight_bit_queries: bool = False) -> None:
+        super().__init__(spec)
+        self._kernels = LatentKernels(spec, eight_bit_queries=eight_bit_queries)
+
+    @classmethod
+    def reasons_against_auto(cls, spec: MlaSpec) -> list[str]:
+        """See `Backend.reasons_against_auto`."""
+        return reasons_against_latent(cls, spec)
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """See `MlaBackend.query_dtype`."""
+        return self._kernels.query_dtype
+
+    @property
+    def mha_backend(self) -> type[RocmAiterFaBackend]:
+        """See `MlaBackend.mha_backend`."""
+        return RocmAiterFaBackend
+
+    def write(
+        self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """See `MlaBackend.write`."""
+        self._kernels.write(cache, compressed, key_rope, slot_mapping)
 
 
 def pad_heads(tensor: Tensor, num_heads: int) -> Tensor:

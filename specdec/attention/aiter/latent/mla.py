@@ -25,18 +25,16 @@ import torch
 from torch import Tensor
 
 import specdec.device.device
-from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.groups import AiterPlan, Group, plan_groups
 from specdec.attention.aiter.latent import latents, mla_prefill_fp8
-from specdec.attention.aiter.latent.latents import Entries, LatentKernels
+from specdec.attention.aiter.latent.latents import AiterLatentBackend, Entries
 from specdec.attention.aiter.latent.mla_entries import EntryPlanner
 from specdec.attention.aiter.latent.mla_prefill_fp8 import Fp8Prefill, Fp8PrefillPlan
 from specdec.attention.aiter.routes import Route, always, choose, table
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.aiter.varlen import attend, attend_in_chunks
 from specdec.attention.backend import AttentionMetadata
-from specdec.attention.latent_check import reasons_against_latent
-from specdec.attention.mla import MlaBackend, MlaRows, MlaSpec, UpProjection
+from specdec.attention.mla import MlaRows, MlaSpec, UpProjection
 from specdec.kernels.aiter import AiterMla
 from specdec.kv_cache import LatentCache, LatentLayerSpec
 
@@ -66,7 +64,7 @@ class MlaLayer(NamedTuple):
     scale: float
 
 
-class RocmAiterMlaBackend(MlaBackend):
+class RocmAiterMlaBackend(AiterLatentBackend):
     """AITER's latent attention over every position."""
 
     name = "rocm_aiter_mla"
@@ -85,11 +83,6 @@ class RocmAiterMlaBackend(MlaBackend):
                 f" {known})"
             )
         return latents.unsupported_reasons(spec, [AiterMla], reasons)
-
-    @classmethod
-    def reasons_against_auto(cls, spec: MlaSpec) -> list[str]:
-        """See `MlaBackend.reasons_against_auto`: its self-check decides."""
-        return reasons_against_latent(cls, spec)
 
     @classmethod
     def tree_reasons(cls, spec: MlaSpec) -> list[str]:
@@ -116,9 +109,8 @@ class RocmAiterMlaBackend(MlaBackend):
         ]
 
     def __init__(self, spec: MlaSpec) -> None:
-        super().__init__(spec)
         eight_bits = not latents.reasons_against_eight_bit_queries(spec)
-        self._kernels = LatentKernels(spec, eight_bit_queries=eight_bits)
+        super().__init__(spec, eight_bit_queries=eight_bits)
         scratch = Scratch(spec.device)
         self._planner = EntryPlanner(self._kernels, scratch)
         self.fp8_prefill_reasons = mla_prefill_fp8.unavailable_reasons(spec)
@@ -136,16 +128,6 @@ class RocmAiterMlaBackend(MlaBackend):
             if self.fp8_prefill_reasons
             else specdec.device.device.float8_dtype(self.spec.device)
         )
-
-    @property
-    def query_dtype(self) -> torch.dtype:
-        """See `MlaBackend.query_dtype`."""
-        return self._kernels.query_dtype
-
-    @property
-    def mha_backend(self) -> type[RocmAiterFaBackend]:
-        """See `MlaBackend.mha_backend`."""
-        return RocmAiterFaBackend
 
     @property
     def cache_spec(self) -> LatentLayerSpec:
@@ -167,12 +149,6 @@ class RocmAiterMlaBackend(MlaBackend):
                 assert self._fp8_prefill is not None
                 plan.fp8_prefill = self._fp8_prefill.plan(group)
         return plan
-
-    def write(
-        self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """See `MlaBackend.write`."""
-        self._kernels.write(cache, compressed, key_rope, slot_mapping)
 
     def run(
         self,

@@ -9,7 +9,7 @@ kernel's log-denominators, by which the parts would be merged, are missing for t
 split and wrong without a mask.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ DTYPE = torch.float8_e4m3fn
 """What gfx950 computes with."""
 
 KEY_DIM, VALUE_DIM = 192, 128
+WORKS, MERGES = Schedule._fields[:2], Schedule._fields[2:]
+"""The lists that each of the two kernels follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +38,9 @@ class Fp8PrefillPlan:
     of all but the row starts.
     """
 
-    qo_indptr: Tensor  # int32 [num_reqs + 1]
-    kv_indptr: Tensor  # int32 [num_reqs + 1], the same: no context
+    starts: Tensor  # int32 [num_reqs + 1], of rows and, without a context, of keys
     kv_indices: Tensor  # int32 [num_tokens], 0, 1, 2, ...: keys lie packed
-    work_indptr: Tensor  # int32, this and what follows as in `Schedule`
-    work_info_set: Tensor
-    reduce_indptr: Tensor
-    reduce_final_map: Tensor
-    reduce_partial_map: Tensor
+    lists: dict[str, Tensor]  # int32, those of `Schedule`
     max_q_len: int
     num_partial_tiles: int
 
@@ -72,22 +69,20 @@ class Fp8Prefill:
         buffers = self._buffers_for(group.num_reqs, group.max_query_len)
         num_units = buffers["work_indptr"].numel() - 1
         lists = schedule(group.query_lens, self.num_heads, num_units=num_units)
-        work = {}
-        for part in fields(Schedule):
-            staged = torch.from_numpy(getattr(lists, part.name))
+        there = {}
+        for name, numbers in lists._asdict().items():
+            staged = torch.from_numpy(numbers)
             if self.spec.device.type == "cuda":
                 # new every time: the copy of the last plan may still be reading its own
                 staged = staged.pin_memory()
-            work[part.name] = buffers[part.name][: len(staged)].copy_(staged, non_blocking=True)
+            there[name] = buffers[name][: len(staged)].copy_(staged, non_blocking=True)
+        num_keys = sum(group.query_lens)
         return Fp8PrefillPlan(
-            qo_indptr=group.query_start_loc,
-            kv_indptr=group.query_start_loc,
-            kv_indices=self.scratch.take(
-                "arange", sum(group.query_lens), torch.int32, torch.arange
-            ),
+            starts=group.query_start_loc,
+            kv_indices=self.scratch.take("arange", num_keys, torch.int32, torch.arange),
+            lists=there,
             max_q_len=group.max_query_len,
             num_partial_tiles=len(lists.reduce_partial_map),
-            **work,
         )
 
     def attend(
@@ -116,11 +111,10 @@ class Fp8Prefill:
             Q=query,
             K=key,
             V=value,
-            qo_indptr=plan.qo_indptr,
-            kv_indptr=plan.kv_indptr,
+            qo_indptr=plan.starts,
+            kv_indptr=plan.starts,
             kv_page_indices=plan.kv_indices,
-            work_indptr=plan.work_indptr,
-            work_info_set=plan.work_info_set,
+            **{name: plan.lists[name] for name in WORKS},
             max_seqlen_q=plan.max_q_len,
             softmax_scale=scale,
             is_causal=True,
@@ -135,9 +129,7 @@ class Fp8Prefill:
             self.ops.mla_reduce_v1(
                 partial_output=partial,
                 partial_lse=partial_lse,
-                reduce_indptr=plan.reduce_indptr,
-                reduce_final_map=plan.reduce_final_map,
-                reduce_partial_map=plan.reduce_partial_map,
+                **{name: plan.lists[name] for name in MERGES},
                 max_seqlen_q=QUERY_TILE,
                 final_output=output,
                 final_lse=None,

@@ -12,13 +12,11 @@ and values, which would be faster below `topk` tokens. The indexer rounds to 8 b
 from torch import Tensor
 
 import specdec.device.device
-from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.latent import latents
-from specdec.attention.aiter.latent.latents import LatentKernels
+from specdec.attention.aiter.latent.latents import AiterLatentBackend
 from specdec.attention.aiter.latent.mla_indexer import SCALE_BYTES, AiterIndexerKernels
 from specdec.attention.aiter.latent.mla_sparse_plan import SparsePlan, SparsePlanner
 from specdec.attention.backend import AttentionMetadata
-from specdec.attention.latent_check import reasons_against_latent
 from specdec.attention.mla import (
     INDEXED,
     IndexerRows,
@@ -36,7 +34,7 @@ MIN_INDEX_HEADS = 32
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
-class RocmAiterMlaSparseBackend(SparseMlaBackend):
+class RocmAiterMlaSparseBackend(AiterLatentBackend, SparseMlaBackend):
     """AITER's latent attention on the positions that an indexer selects (DeepSeek-V3.2, arXiv
     2512.02556).
     """
@@ -61,11 +59,6 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         )
 
     @classmethod
-    def reasons_against_auto(cls, spec: MlaSpec) -> list[str]:
-        """See `MlaBackend.reasons_against_auto`: its self-check decides."""
-        return reasons_against_latent(cls, spec)
-
-    @classmethod
     def tree_reasons(cls, spec: MlaSpec) -> list[str]:
         """See `MlaBackend.tree_reasons`."""
         return [INDEXED]
@@ -80,17 +73,11 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
     def __init__(self, spec: MlaSpec) -> None:
         super().__init__(spec)
         assert spec.indexer is not None
-        self._kernels = LatentKernels(spec)
         self._indexer = AiterIndexerKernels(
             spec.indexer, spec.block_size, specdec.device.device.float8_dtype(spec.device)
         )
         self._planner = SparsePlanner(self._kernels, spec.indexer.topk)
         self.steady_len = spec.indexer.topk - 1  # the first row of a step makes it `topk`
-
-    @property
-    def mha_backend(self) -> type[RocmAiterFaBackend]:
-        """See `MlaBackend.mha_backend`."""
-        return RocmAiterFaBackend
 
     @property
     def cache_spec(self) -> LatentLayerSpec:
@@ -107,12 +94,6 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
     def select(self, rows: IndexerRows, cache: LatentCache, plan: SparsePlan) -> Tensor:
         """See `SparseMlaBackend.select`."""
         return self._indexer.select(rows, cache.index_key, plan)
-
-    def write(
-        self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """See `MlaBackend.write`."""
-        self._kernels.write(cache, compressed, key_rope, slot_mapping)
 
     def run(
         self,

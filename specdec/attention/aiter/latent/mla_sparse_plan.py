@@ -19,8 +19,9 @@ Nothing in here reads from the device.
 """
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,9 +105,9 @@ class WorkPlan:
         )
 
 
-@dataclass(slots=True, eq=False)
 class SparseBuffers:
-    """Index lists for up to `capacity` tokens, at addresses that never change.
+    """Index lists for up to `capacity` tokens, at addresses that never change; zeros, since a
+    captured graph may read up to the largest extent it was made for.
 
     Args:
         capacity: tokens.
@@ -114,25 +115,17 @@ class SparseBuffers:
         device: where they live.
     """
 
-    capacity: int
-    topk: int
-    device: torch.device
-    request_ids: Tensor = field(init=False)  # int64 [capacity]
-    qo_indptr: Tensor = field(init=False)  # int32 [capacity + 1]
-    # int32 [capacity * topk + 1]; the last place takes what is not selected
-    kv_indices: Tensor = field(init=False)
-    last_page_lens: Tensor = field(init=False)  # int32 [capacity]
-    serial: int = 0
-    used: int = 0  # tokens whose entries may be other than zero
-    captured: bool = False
-
-    def __post_init__(self) -> None:
-        # Zeros, since a captured graph may read up to the largest extent it was made for.
-        self.request_ids = torch.zeros(self.capacity, dtype=torch.int64, device=self.device)
-        self.qo_indptr = torch.arange(self.capacity + 1, dtype=torch.int32, device=self.device)
-        size = self.capacity * self.topk + 1
-        self.kv_indices = torch.zeros(size, dtype=torch.int32, device=self.device)
-        self.last_page_lens = torch.ones(self.capacity, dtype=torch.int32, device=self.device)
+    def __init__(self, capacity: int, topk: int, device: torch.device) -> None:
+        self.capacity, self.topk = capacity, topk
+        numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.request_ids = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.qo_indptr = torch.arange(capacity + 1, **numbers)
+        # the last place takes what is not selected
+        self.kv_indices = torch.zeros(capacity * topk + 1, **numbers)
+        self.last_page_lens = torch.ones(capacity, **numbers)
+        self.serial = 0
+        self.used = 0  # tokens whose entries may be other than zero
+        self.captured = False
 
     def entries(self, count: int, plan: WorkPlan) -> Entries:
         """The first `count` tokens, each an entry of its own."""

@@ -15,8 +15,8 @@ empty.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,7 @@ Numbers = NDArray[np.int32]
 Integers = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """The lists of a forward."""
 
     work_indptr: Numbers  # [num_units + 1], first work of each compute unit
@@ -40,8 +39,7 @@ class Schedule:
     reduce_partial_map: Numbers  # [parts], first row of each partial result
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiles:
+class _Tiles(NamedTuple):
     """Tiles in the order in which they are dealt, all int64 [tiles]."""
 
     prompt: Integers
@@ -51,8 +49,7 @@ class _Tiles:
     num_units: Integers
 
 
-@dataclass(frozen=True, slots=True)
-class _Works:
+class _Works(NamedTuple):
     """The works for one head."""
 
     info: Integers  # [works, 7], the heads left out

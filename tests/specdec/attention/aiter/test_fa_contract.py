@@ -23,23 +23,14 @@ from specdec.engine.capture.buckets import length_bucket
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.fa_case import (
     BACKENDS,
-    FP8,
     SHAPES,
-    Install,
     added,
     assert_right,
     case_of,
-    pretend_rocm,
     spied,
 )
 from tests.helpers.guards import no_host_sync
-
-
-@pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """See `pretend_rocm`."""
-    return pretend_rocm(monkeypatch, tmp_path)
-
+from tests.helpers.rocm import FP8, Install
 
 DEAD_FIELDS = {
     "min_query_len",
@@ -118,7 +109,7 @@ def test_a4_decoding_is_the_same_however_lengths_are_known(
     """Decoding alone, with lengths that only the device has: on either layout the bits of the path
     on which the host has them.
     """
-    machine = rocm(float32=True)
+    machine = rocm(tiny=True)
     lengths, widths, _ = SHAPES["single"]
     asked = spec(dtype=torch.float32)
     unknown = Case(asked, lengths, widths, uniform=True)
@@ -187,7 +178,7 @@ def test_b5_every_row_is_written_and_in_its_place(
     """Groups of a mixed forward write their own rows; one they leave out would be poison, one
     written twice another's.
     """
-    rocm(float32=True)
+    rocm(tiny=True)
     empty = torch.empty_like
     monkeypatch.setattr(
         torch, "empty_like", lambda *args, **options: empty(*args, **options).fill_(torch.nan)
@@ -200,7 +191,7 @@ def test_b7_no_phase_is_causal_by_habit(rocm: Install) -> None:
     """Bidirectional rows behind a context, with and without a window, see the rows behind them in
     every call of the kernel.
     """
-    rocm(float32=True)
+    rocm(tiny=True)
     for window in (None, 9):
         case = case_of("mixed", causal=False, dtype=torch.float32)
         backend = RocmAiterFaBackend(case.spec)

@@ -3,7 +3,6 @@ which kernel is taken.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,24 +20,16 @@ from tests.helpers.aiter_emulation import paged
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.fa_case import (
     BACKENDS,
-    FP8,
     SHAPES,
-    Install,
     assert_right,
     case_of,
-    pretend_rocm,
     spied,
 )
+from tests.helpers.rocm import FP8, Install
 
 KERNELS = [field.name for field in dataclasses.fields(AiterFa) if field.name != "version"]
 ROWS = {"q", "k", "v", "query", "key", "value", "out", "out_"}
 """What AITER calls packed rows; some of its functions a cache, which is dense, too."""
-
-
-@pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """See `pretend_rocm`."""
-    return pretend_rocm(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

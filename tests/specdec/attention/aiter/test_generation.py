@@ -10,7 +10,7 @@ Three runs of prompts that are prefilled in chunks, while others decode:
                  rounding of bfloat16
 
 Covered in pairs rather than as a product: model and backend, version 0.1.15, 0.1.16 and 0.1.20,
-batch of 1 and of 8, gfx942 and gfx950, DFlash and drafts that are mostly right. AITER 0.1.15 has
+batch of 1 and of 4, gfx942 and gfx950, DFlash and drafts that are mostly right. AITER 0.1.15 has
 neither the shuffled layout nor bidirectional blocks: there DFlash drafts with causal layers, and
 that version refuses the others. Models, layouts and drafters beside these are in `test_fa` and its
 neighbors.
@@ -18,7 +18,7 @@ neighbors.
 
 import copy
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,12 +26,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import specdec.device.device
 from drafters.dflash.drafter import DFlashDrafter
-from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
-from specdec.attention.aiter.latent import latents
-from specdec.attention.aiter.latent import mla_sparse as rocm_aiter_mla_sparse
 from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
@@ -43,8 +39,8 @@ from specdec.kv_cache import LatentCache
 from specdec.model.core import Drafter, Verifier
 from specdec.model.scratch import next_token_logits
 from specdec.sampling.params import SamplingParams
-from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.guards import guard_steps
+from tests.helpers.rocm import FP8, Install
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.sparse_case import rounded
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
@@ -54,8 +50,7 @@ from verifiers.hf_attention import ATTENTION_NAME
 
 pytestmark = pytest.mark.slow
 
-MAX_TOKENS = 8
-FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+MAX_TOKENS = 6
 BACKENDS: dict[str, Any] = {
     "plain": RocmAiterFaBackend,
     "shuffle": RocmAiterFaShuffleBackend,
@@ -75,78 +70,38 @@ time.
 
 PARAMETERS = ("name", "backend", "version", "architecture", "batch", "drafter")
 CASES = [
-    ("llama", "plain", "0.1.15", "gfx942", 8, "scripted"),
-    ("llama", "shuffle", "0.1.16", "gfx950", 8, "dflash"),
-    ("llama", "plain", "0.1.20", "gfx950", 1, "dflash"),
-    ("qwen3", "plain", "0.1.15", "gfx950", 1, "dflash"),
-    ("qwen3", "plain", "0.1.16", "gfx942", 8, "scripted"),
-    ("qwen3", "shuffle", "0.1.16", "gfx942", 1, "dflash"),
-    ("qwen3", "shuffle", "0.1.20", "gfx950", 8, "scripted"),
-    ("gpt_oss", "plain", "0.1.15", "gfx950", 8, "dflash"),
-    ("gpt_oss", "plain", "0.1.16", "gfx950", 1, "dflash"),
-    ("gpt_oss", "plain", "0.1.20", "gfx942", 8, "dflash"),
-    ("gpt_oss", "shuffle", "0.1.16", "gfx942", 8, "scripted"),
+    ("llama", "plain", "0.1.15", "gfx942", 4, "scripted"),
+    ("llama", "shuffle", "0.1.16", "gfx950", 4, "dflash"),
+    ("qwen3", "plain", "0.1.16", "gfx942", 4, "scripted"),
+    ("qwen3", "shuffle", "0.1.20", "gfx950", 4, "scripted"),
+    ("gpt_oss", "plain", "0.1.20", "gfx942", 4, "dflash"),
     ("gpt_oss", "shuffle", "0.1.20", "gfx942", 1, "dflash"),
-    ("deepseek_v3", "mla", "0.1.15", "gfx942", 8, "scripted"),
+    ("deepseek_v3", "mla", "0.1.15", "gfx942", 4, "scripted"),
     ("deepseek_v3", "mla", "0.1.16", "gfx950", 1, "dflash"),
-    ("deepseek_v3", "mla", "0.1.20", "gfx950", 8, "dflash"),
-    ("deepseek_v32", "sparse", "0.1.15", "gfx950", 8, "scripted"),
-    ("deepseek_v32", "sparse", "0.1.16", "gfx942", 8, "scripted"),
+    ("deepseek_v3", "mla", "0.1.20", "gfx950", 4, "dflash"),
+    ("deepseek_v32", "sparse", "0.1.15", "gfx950", 4, "scripted"),
+    ("deepseek_v32", "sparse", "0.1.16", "gfx942", 4, "scripted"),
     ("deepseek_v32", "sparse", "0.1.20", "gfx942", 1, "dflash"),
 ]
 """Model, backend, version, architecture, batch, drafter."""
 
 EIGHT_BIT = [
-    ("llama", "plain", "0.1.15", "gfx950", 8, "dflash"),
-    ("llama", "shuffle", "0.1.16", "gfx942", 8, "scripted"),
-    ("qwen3", "plain", "0.1.16", "gfx942", 1, "scripted"),
-    ("qwen3", "shuffle", "0.1.20", "gfx950", 8, "dflash"),
-    ("gpt_oss", "plain", "0.1.20", "gfx942", 8, "scripted"),
-    ("gpt_oss", "shuffle", "0.1.16", "gfx950", 1, "dflash"),
+    ("llama", "plain", "0.1.15", "gfx950", 4, "dflash"),
+    ("qwen3", "shuffle", "0.1.20", "gfx950", 4, "dflash"),
+    ("gpt_oss", "plain", "0.1.20", "gfx942", 4, "scripted"),
     ("deepseek_v3", "mla", "0.1.15", "gfx950", 1, "scripted"),
-    ("deepseek_v3", "mla", "0.1.16", "gfx942", 8, "dflash"),
-    ("deepseek_v3", "mla", "0.1.20", "gfx950", 8, "scripted"),
-    ("deepseek_v32", "sparse", "0.1.15", "gfx942", 1, "dflash"),
-    ("deepseek_v32", "sparse", "0.1.16", "gfx950", 8, "scripted"),
-    ("deepseek_v32", "sparse", "0.1.20", "gfx942", 8, "dflash"),
+    ("deepseek_v3", "mla", "0.1.16", "gfx942", 4, "dflash"),
+    ("deepseek_v3", "mla", "0.1.20", "gfx950", 4, "scripted"),
+    ("deepseek_v32", "sparse", "0.1.16", "gfx950", 4, "scripted"),
+    ("deepseek_v32", "sparse", "0.1.20", "gfx942", 4, "dflash"),
 ]
 """The same, on an 8-bit cache."""
 
 
-class Rocm:
-    """A pretended ROCm machine with AITER.
-
-    Args:
-        monkeypatch: undoes it.
-        folder: where the emulation lies.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self._monkeypatch, self._folder = monkeypatch, folder
-
-    def __call__(self, version: str, architecture: str, *, tiny: bool = True) -> Machine:
-        """Pretends; `tiny` takes float32 and sizes smaller than the kernels'."""
-        patch = self._monkeypatch
-        patch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
-        if tiny:
-            patch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
-            patch.setattr(latents, "DTYPES", (torch.float32,))
-            patch.setattr(latents, "LATENT_SHAPES", ((16, 8),))
-            patch.setattr(rocm_aiter_mla_sparse, "INDEX_HEAD_DIMS", (16,))
-        machine = Machine(
-            version=version,
-            architecture=architecture,
-            allow_float32=tiny,
-            any_shape=tiny,
-            num_compute_units=8 if tiny else 304,
-        )
-        return install(patch, self._folder, machine)
-
-
 @pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rocm:
-    """See `Rocm`."""
-    return Rocm(monkeypatch, tmp_path)
+def rocm(rocm: Install) -> Install:
+    """In float32, on small latents, unless told otherwise."""
+    return partial(rocm, tiny=True, num_compute_units=8)
 
 
 def rounding_reference(fp8: torch.dtype) -> type[TorchRefMlaBackend]:
@@ -170,7 +125,7 @@ def dflash_of(verifier: Verifier, version: str) -> DFlashDrafter:
 
 def prompts_for(batch: int) -> list[list[int]]:
     """One prompt more than run at once."""
-    return random_prompts(batch + 1, longest=30)
+    return random_prompts(batch + 1, longest=20)
 
 
 def generate(verifier: Verifier, drafter: Drafter | None, max_num_seqs: int) -> list[list[int]]:
@@ -208,7 +163,13 @@ def drafter_of(
 
 @pytest.mark.parametrize(PARAMETERS, CASES)
 def test_tokens_equal_torch_ref(
-    rocm: Rocm, name: str, backend: str, version: str, architecture: str, batch: int, drafter: str
+    rocm: Install,
+    name: str,
+    backend: str,
+    version: str,
+    architecture: str,
+    batch: int,
+    drafter: str,
 ) -> None:
     """A version's own paths, rows of other requests, chunks that meet decoding, rejected and
     accepted drafts.
@@ -225,7 +186,13 @@ def test_tokens_equal_torch_ref(
 
 @pytest.mark.parametrize(PARAMETERS, EIGHT_BIT)
 def test_drafts_change_nothing_on_an_eight_bit_cache(
-    rocm: Rocm, name: str, backend: str, version: str, architecture: str, batch: int, drafter: str
+    rocm: Install,
+    name: str,
+    backend: str,
+    version: str,
+    architecture: str,
+    batch: int,
+    drafter: str,
 ) -> None:
     """Verification reads what plain decoding reads: the draft block's own keys are rounded, too."""
     model = plain_model(name, **CHANGES[name])
@@ -244,7 +211,7 @@ def test_drafts_change_nothing_on_an_eight_bit_cache(
     [case[:5] for case in CASES if case[0] in ("llama", "qwen3")],
 )
 def test_bfloat16_chooses_as_float32_does(
-    rocm: Rocm, name: str, backend: str, version: str, architecture: str, batch: int
+    rocm: Install, name: str, backend: str, version: str, architecture: str, batch: int
 ) -> None:
     """Real types and limits: a token may miss the best by what plain torch's logits in bfloat16 are
     off, twice, on both sides.
@@ -254,7 +221,7 @@ def test_bfloat16_chooses_as_float32_does(
         {key: value.bfloat16().float() for key, value in exact.state_dict().items()}
     )
     half = copy.deepcopy(exact).bfloat16()
-    machine = rocm(version, architecture, tiny=False)
+    machine = rocm(version, architecture, tiny=False, num_compute_units=304)
     paged: PreTrainedModel = AutoModelForCausalLM.from_config(
         copy.deepcopy(exact.config), attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
     )
@@ -279,7 +246,7 @@ def test_bfloat16_chooses_as_float32_does(
 @pytest.mark.parametrize(
     ("name", "backend"), [("llama", "plain"), ("deepseek_v3", "mla"), ("deepseek_v32", "sparse")]
 )
-def test_bidirectional_drafts_are_refused_on_0_1_15(rocm: Rocm, name: str, backend: str) -> None:
+def test_bidirectional_drafts_are_refused_on_0_1_15(rocm: Install, name: str, backend: str) -> None:
     """Before the first step, with the version that has them; causal drafts of the same drafter are
     what the tests above run.
     """

@@ -3,7 +3,6 @@ emulation: right, nothing waits, and whole models write what they write alone.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,27 +14,22 @@ from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter
-from tests.helpers import fa_case, latent_case
+from tests.helpers import latent_case
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
+from tests.helpers.rocm import Install
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.helpers.trees import Parents
-from tests.specdec.attention.aiter.test_generation import CHANGES, Rocm
+from tests.specdec.attention.aiter.test_generation import CHANGES
 from tests.specdec.attention.aiter.test_trees import decoded
 
 E4M3 = torch.float8_e4m3fnuz
 WIDTHS, CONTEXTS, MOST = [8, 1, 3, 2, 1], [40, 0, 3, 77, 5], 9
 LENGTHS = [context + width for context, width in zip(CONTEXTS, WIDTHS, strict=True)]
 TREES: list[Parents] = [[0, 0, 1, 1, 2, 3, 5], [], [0, 0], [0], []]
-
-
-@pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> fa_case.Install:
-    """See `fa_case.pretend_rocm`."""
-    return fa_case.pretend_rocm(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -51,14 +45,14 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> fa_case.Install:
     ],
 )
 def test_ordinary_heads(
-    rocm: fa_case.Install,
+    rocm: Install,
     tree: bool,
     shape: dict[str, Any],
     how: dict[str, Any],
     machine: dict[str, Any],
 ) -> None:
     """Both tiers and caches; some requests have their anchor alone, and none all rows."""
-    rocm(float32=True, **machine)
+    rocm(tiny=True, **machine)
     asked = spec(dtype=torch.float32, **shape)
     if tree and {"window", "softcap"} & set(how):
         pytest.skip("trees are refused then")
@@ -80,14 +74,13 @@ def test_ordinary_heads(
     [({}, {}), ({"num_heads": 24}, {"version": "0.1.15"}), ({"cache_dtype": E4M3}, {})],
 )
 def test_latent_heads(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    rocm: Install,
     tree: bool,
     changes: dict[str, Any],
     machine: dict[str, Any],
 ) -> None:
     """Each row is an entry of its own."""
-    latent_case.pretend_rocm(monkeypatch, tmp_path)(tiny=True, **machine)
+    rocm(tiny=True, num_compute_units=8, **machine)
     asked = latent_case.tiny(**changes)
     assert RocmAiterMlaBackend.ragged_reasons(asked) == []
     case = latent_case.Case(asked, LENGTHS, WIDTHS, uniform=True, trees=TREES if tree else ())
@@ -101,15 +94,13 @@ def test_latent_heads(
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_whole_models(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, tree: bool
-) -> None:
+def test_whole_models(rocm: Install, name: str, tree: bool) -> None:
     """Under a budget that gives requests unequal numbers of rows."""
     latent = name == "deepseek_v3"
     backend = RocmAiterMlaBackend if latent else RocmAiterFaBackend
     model, prompts = plain_model(name, **CHANGES[name]), random_prompts(3)
     want = decoded(SpecEngine(paged_verifier(model, 16)), prompts)
-    Rocm(monkeypatch, tmp_path)("0.1.16", "gfx950")
+    rocm("0.1.16", "gfx950", tiny=True, num_compute_units=8)
     outputs = {tuple(prompt): tokens for prompt, tokens in zip(prompts, want, strict=True)}
     drafter: Drafter = ScriptedDrafter(outputs, 6, [{3}, set(), {0, 2}])
     if tree:

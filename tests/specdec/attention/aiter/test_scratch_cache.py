@@ -5,7 +5,6 @@ The emulation raises where it has another; AITER reads noise.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,21 +15,16 @@ from evals.divergence import explain_divergence
 from specdec.attention.aiter.scratch import Scratch
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.bounds import assert_as_exact, in_float64
-from tests.helpers.fa_case import BACKENDS, FP8, Install, model_of, pretend_rocm
+from tests.helpers.fa_case import BACKENDS, model_of
+from tests.helpers.rocm import FP8, Install
 from tests.helpers.tiny_models import paged_verifier, random_prompts
-
-
-@pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """See `pretend_rocm`."""
-    return pretend_rocm(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("layout", BACKENDS)
 @torch.inference_mode()
 def test_logits_margins_and_scores(rocm: Install, layout: str) -> None:
     """Of whole prompts, whose rows are no part of what is rounded: as exact as the plain model."""
-    rocm(float32=True)
+    rocm(tiny=True)
     model = model_of("llama")
     backend = BACKENDS[layout]
     verifier = paged_verifier(

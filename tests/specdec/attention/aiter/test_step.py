@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from tests.helpers import latent_case as mla
 from tests.helpers import sparse_case as sparse
 from tests.helpers.aiter_emulation import Machine
 from tests.helpers.guards import HostSyncError, no_host_sync
+from tests.helpers.rocm import Install
 from tests.specdec.attention.aiter.latent.test_mla_prefill import DeviceTensor
 
 NUM_LAYERS = 3
@@ -133,19 +133,11 @@ STEPS = [
 
 
 @pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Machine]:
+def rocm(rocm: Install) -> Callable[[str], Machine]:
     """Pretends a machine on which the backend of a name runs, in float32 and small sizes where it
     has to.
     """
-
-    def setup(name: str) -> Machine:
-        if name == "rocm_aiter_mla_sparse":
-            return sparse.pretend_rocm(monkeypatch, tmp_path)()
-        if name == "rocm_aiter_mla":
-            return mla.pretend_rocm(monkeypatch, tmp_path)(tiny=True)
-        return fa.pretend_rocm(monkeypatch, tmp_path)()
-
-    return setup
+    return lambda name: rocm(tiny="mla" in name)
 
 
 def unreadable(metadata: AttentionMetadata) -> AttentionMetadata:

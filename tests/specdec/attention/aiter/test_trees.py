@@ -2,7 +2,6 @@
 served is refused by name.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,22 +15,17 @@ from specdec.base.blocks import MAX_NODES
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.sampling.params import SamplingParams
-from tests.helpers import fa_case, latent_case
+from tests.helpers import latent_case
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
+from tests.helpers.rocm import Install
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.helpers.trees import random_trees
-from tests.specdec.attention.aiter.test_generation import CHANGES, Rocm
+from tests.specdec.attention.aiter.test_generation import CHANGES
 
 E4M3 = torch.float8_e4m3fnuz
-
-
-@pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> fa_case.Install:
-    """See `fa_case.pretend_rocm`."""
-    return fa_case.pretend_rocm(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +45,12 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> fa_case.Install:
     ],
 )
 def test_ordinary_heads(
-    rocm: fa_case.Install, drafts: int, shape: dict[str, Any], sinks: bool, machine: dict[str, Any]
+    rocm: Install, drafts: int, shape: dict[str, Any], sinks: bool, machine: dict[str, Any]
 ) -> None:
     """Both tiers and caches; contexts of all lengths, none and less than the rows too; the host
     never waits.
     """
-    calls = rocm(float32=True, **machine).calls
+    calls = rocm(tiny=True, **machine).calls
     asked = spec(dtype=torch.float32, **shape)
     assert RocmAiterFaBackend.tree_reasons(asked) == []
     lengths = [drafts + 1 + context for context in (40, 0, 3, 77)]
@@ -72,11 +66,11 @@ def test_ordinary_heads(
     assert [call.name for call in calls].count("flash_attn_with_kvcache") == 2
 
 
-def test_what_the_cache_rounds_is_rounded_among_rows_too(rocm: fa_case.Install) -> None:
+def test_what_the_cache_rounds_is_rounded_among_rows_too(rocm: Install) -> None:
     """As rows of a chain read each other, so that both decode alike;
     the largest numbers saturate.
     """
-    rocm(float32=True)
+    rocm(tiny=True)
     asked = spec(dtype=torch.float32, cache_dtype=E4M3)
     for trees in (random_trees(2, 4), []):
         case = Case(asked, [40, 9], [5, 5], uniform=True, trees=trees)
@@ -97,14 +91,13 @@ def test_what_the_cache_rounds_is_rounded_among_rows_too(rocm: fa_case.Install) 
     ],
 )
 def test_latent_heads(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    rocm: Install,
     drafts: int,
     changes: dict[str, Any],
     machine: dict[str, Any],
 ) -> None:
     """Each row lists the context and what is above it; plans of one size share their memory."""
-    latent_case.pretend_rocm(monkeypatch, tmp_path)(tiny=True, **machine)
+    rocm(tiny=True, num_compute_units=8, **machine)
     asked = latent_case.tiny(**changes)
     assert RocmAiterMlaBackend.tree_reasons(asked) == []
     lengths = [drafts + 1 + context for context in (40, 0, 3, 33)]
@@ -118,9 +111,7 @@ def test_latent_heads(
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_tokens_behind_accepted_paths(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
+def test_tokens_behind_accepted_paths(rocm: Install, name: str) -> None:
     """Whole models on trees of which every path is accepted in turn: what they leave in the cache
     is read by the steps after.
     """
@@ -130,7 +121,7 @@ def test_tokens_behind_accepted_paths(
     )
     prompts = random_prompts(3)
     want = decoded(SpecEngine(paged_verifier(model, 16)), prompts)
-    Rocm(monkeypatch, tmp_path)("0.1.16", "gfx950")
+    rocm("0.1.16", "gfx950", tiny=True, num_compute_units=8)
     drafter = ScriptedTrees(
         {tuple(prompt): tokens for prompt, tokens in zip(prompts, want, strict=True)},
         [[0, 0, 1, 2, 2, 5]],
@@ -152,7 +143,7 @@ def decoded(engine: SpecEngine, prompts: list[list[int]]) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-def test_refusals(rocm: fa_case.Install) -> None:
+def test_refusals(rocm: Install) -> None:
     """Every reason at once; none of them stands against chains."""
     rocm("0.1.15")
     asked = spec(windows=frozenset({None, 9}), softcap=3.0)

@@ -4,9 +4,7 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +22,13 @@ from specdec.base.errors import BackendError
 from specdec.base.registry import ATTENTION_BACKENDS
 from specdec.cli.main import main
 from specdec.kernels import aiter, aiter_triton_only
-from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.aiter_emulation import Machine
 from tests.helpers.aiter_generation import generate, wide_dflash
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.fa_case import model_of, on
 from tests.helpers.guards import no_host_sync
+from tests.helpers.pairs import pairs
+from tests.helpers.rocm import Install
 from tests.helpers.tiny_models import paged_verifier
 from verifiers.config.shape import attention_spec
 from verifiers.hf import verifier_for
@@ -37,25 +37,16 @@ from verifiers.hf_attention import ATTENTION_NAME
 CUDA = torch.device("cuda")
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 TRITON_ONLY = {"unified_attention", "flash_attn_with_kvcache"}
-Install = Callable[..., Machine]
 
 
 @pytest.fixture
-def rdna(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+def rdna(rocm: Install) -> Install:
     """Pretends a machine on which AITER has its Triton functions alone; anything else raises when
     it is called.
     """
 
-    def setup(
-        architecture: str | None = "gfx1100", version: str = "0.1.20", float32: bool = False
-    ) -> Machine:
-        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
-        if float32:
-            monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
-        machine = Machine(
-            version=version, architecture=architecture or "gfx942", allow_float32=float32
-        )
-        return install(monkeypatch, tmp_path, machine)
+    def setup(architecture: str | None = "gfx1100", version: str = "0.1.20", **how: Any) -> Machine:
+        return rocm(version, architecture, **how)
 
     return setup
 
@@ -68,18 +59,17 @@ SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
 """Lengths, rows, and whether only the device knows them."""
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [None, 1, 9, 100])
 @pytest.mark.parametrize(
-    ("causal", "extra"), [(True, ""), (False, ""), (True, "sinks"), (True, "softcap")]
+    ("shape", "window", "extra"),
+    pairs([*SHAPES], [None, 1, 9, 100], ["", "blocks", "sinks", "softcap"]),
 )
 def test_every_case_equals_torch_ref(
-    rdna: Install, shape: str, causal: bool, window: int | None, extra: str
+    rdna: Install, shape: str, window: int | None, extra: str
 ) -> None:
     """All phases in one call, blocks of unlike widths apart; only the two Triton functions are
     called.
     """
-    machine = rdna(float32=True)
+    machine, causal = rdna(tiny=True), extra != "blocks"
     case = Case(
         spec(dtype=torch.float32), *SHAPES[shape][:2], uniform=SHAPES[shape][2], causal=causal
     )
@@ -99,7 +89,7 @@ def test_whole_generations_equal_torch_ref(rdna: Install, name: str) -> None:
     """Token for token in float32, plain and with DFlash drafts, and nothing waits between draft and
     commit.
     """
-    machine = rdna(float32=True)
+    machine = rdna(tiny=True)
     model = model_of(name)
     reference = paged_verifier(model, block_size=16)
     want = generate(reference, None)

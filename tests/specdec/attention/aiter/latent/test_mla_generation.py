@@ -2,38 +2,32 @@
 nothing waits within a step.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from drafters.ngram import NGramDrafter
-from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.model.scratch import next_token_logits
-from tests.helpers import sparse_case
 from tests.helpers.aiter_generation import generate, wide_dflash
-from tests.helpers.latent_case import pretend_rocm
+from tests.helpers.rocm import Install
 from tests.helpers.tiny_configs import TOPK
 from tests.helpers.tiny_models import paged_verifier, plain_model
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-def test_logits_of_a_long_prompt_take_lists_no_longer_than_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, indexed: bool
-) -> None:
+def test_logits_of_a_long_prompt_take_lists_no_longer_than_it(rocm: Install, indexed: bool) -> None:
     """Outside an engine, a prompt is a prefill, too: decoded at once, each of its rows would list
     its whole context.
     """
     if indexed:
-        machine = sparse_case.pretend_rocm(monkeypatch, tmp_path)(num_compute_units=8)
+        machine = rocm(tiny=True, num_compute_units=8)
         verifier = paged_verifier(
             plain_model("deepseek_v32", index_head_dim=16), 16, backend=RocmAiterMlaSparseBackend
         )
     else:
-        machine = pretend_rocm(monkeypatch, tmp_path)(tiny=True)
+        machine = rocm(tiny=True, num_compute_units=8)
         verifier = paged_verifier(plain_model("deepseek_v3"), 16, backend=RocmAiterMlaBackend)
     lists: list[int] = []
 
@@ -47,14 +41,13 @@ def test_logits_of_a_long_prompt_take_lists_no_longer_than_it(
     assert lists == ([88 * TOPK] * 4 if indexed else [])
 
 
-def test_whole_generations_equal_torch_ref(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_whole_generations_equal_torch_ref(rocm: Install) -> None:
     """Token for token in float32, plain, with n-gram and with DFlash drafts, whose own heads run
     beside the latent ones.
 
     DeepSeek-V3 is in `test_generation`.
     """
-    monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
-    machine = pretend_rocm(monkeypatch, tmp_path)(tiny=True)
+    machine = rocm(tiny=True, num_compute_units=8)
     model = plain_model("deepseek_v2")
     want = generate(paged_verifier(model, 16), None)
     for make in (lambda v: None, lambda v: NGramDrafter(max_draft_tokens=4), wide_dflash):

@@ -1,6 +1,6 @@
 """What sparse latent attention on AITER refuses, what `auto` chooses, and what its caches take."""
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,13 +12,14 @@ from specdec.attention.mla import IndexerSpec
 from specdec.attention.selector import select_backend
 from specdec.base.errors import BackendError, CapacityError
 from specdec.kernels import aiter
-from tests.helpers.sparse_case import FP8, REAL, Case, Install, pretend_rocm, spec
+from tests.helpers.rocm import FP8, Install
+from tests.helpers.sparse_case import REAL, Case, spec
 
 
 @pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """See `pretend_rocm`."""
-    return pretend_rocm(monkeypatch, tmp_path)
+def rocm(rocm: Install) -> Install:
+    """In float32, on small latents, unless told otherwise."""
+    return partial(rocm, tiny=True)
 
 
 @pytest.mark.parametrize(

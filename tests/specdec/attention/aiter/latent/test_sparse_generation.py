@@ -2,15 +2,13 @@
 experts chosen by AITER's kernels.
 """
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from drafters.ngram import NGramDrafter
-from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
@@ -21,7 +19,8 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_generation import wide_dflash
 from tests.helpers.guards import guard_steps
-from tests.helpers.sparse_case import FP8, Install, pretend_rocm, rounded
+from tests.helpers.rocm import FP8, Install
+from tests.helpers.sparse_case import rounded
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 
 INDEX_HEAD_DIM = 16
@@ -29,10 +28,9 @@ INDEX_HEAD_DIM = 16
 
 
 @pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """See `pretend_rocm`; the drafter's ordinary heads are taken in float32, too."""
-    monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32,))
-    return pretend_rocm(monkeypatch, tmp_path)
+def rocm(rocm: Install) -> Install:
+    """In float32, on small latents."""
+    return partial(rocm, tiny=True)
 
 
 class RoundedReference(TorchRefMlaBackend):
@@ -59,7 +57,7 @@ def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
     )
     guard_steps(engine)
     requests = [
-        engine.add_request([*prompt, 0], SamplingParams(max_tokens=10))
+        engine.add_request([*prompt, 0], SamplingParams(max_tokens=7))
         for prompt in random_prompts(4)
     ]
     while engine.has_work:

@@ -7,7 +7,7 @@ AITER included.
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from specdec.engine.selection import Selection
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine
-from tests.helpers.sparse_case import Install, pretend_rocm
+from tests.helpers.rocm import Install
 from tests.helpers.tiny_configs import TOPK
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.specdec.attention.aiter.latent.test_sparse_generation import (
@@ -46,9 +46,9 @@ PROMPTS = [
 
 
 @pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """See `pretend_rocm`."""
-    return pretend_rocm(monkeypatch, tmp_path)
+def rocm(rocm: Install) -> Install:
+    """In float32, on small latents."""
+    return partial(rocm, tiny=True)
 
 
 class AiterRecorder(Recorder):

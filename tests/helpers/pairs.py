@@ -1,0 +1,27 @@
+"""Fewer cases than all combinations of what a test depends on."""
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+
+def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows of one value of each axis, in which any two values of different axes meet.
+
+    >>> pairs("ab", "xy", "12")
+    [('a', 'x', '1'), ('a', 'y', '2'), ('b', 'x', '2'), ('b', 'y', '1')]
+    """
+    choices = [[(axis, n) for n in range(len(values))] for axis, values in enumerate(axes)]
+    missing = {pair for two in combinations(choices, 2) for pair in product(*two)}
+    rows = []
+    while missing:
+        row = list(min(missing))
+        for values in choices:
+            if values[0][0] in {axis for axis, _ in row}:
+                continue
+            gains = [len(missing & {*combinations(sorted([*row, one]), 2)}) for one in values]
+            row.append(values[gains.index(max(gains))])
+        row.sort()
+        missing -= set(combinations(row, 2))
+        rows.append(tuple(axes[axis][n] for axis, n in row))
+    return rows
