@@ -120,14 +120,12 @@ def rms_norm(
     """Root mean square norm of rows [rows, H] (arXiv 1910.07467); meanwhile hints about `prefetch`
     are sent.
     """
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, None, None, weight, normed, None, epsilon, 1.0, None, prefetch)
-    return normed
+    return add_rms_norm(x, None, weight, epsilon, prefetch=prefetch)[0]
 
 
 def add_rms_norm(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     epsilon: float,
     *,
@@ -143,7 +141,7 @@ def add_rms_norm(
     Args:
         x: [rows, H], or float32 [parts, rows, H]: its sum over the parts counts, rounded to the
             type of `residual`.
-        residual: [rows, H].
+        residual: [rows, H]; None of a norm of `x` alone, which is in both places then.
         weight: [H], of the norm; None gives the sum in its place.
         epsilon: of both norms.
         after: [H], weight of a norm of `x` before the sum, or None.
@@ -154,39 +152,9 @@ def add_rms_norm(
             each part is rounded before.
         max_tries: see `specdec.kernels.triton_exchange`; then the sum may be wrong.
     """
-    added = torch.empty_like(residual)
-    normed = added if weight is None else torch.empty_like(residual)
-    _launch_norm(
-        x,
-        residual,
-        after,
-        weight,
-        normed,
-        added,
-        epsilon,
-        scale,
-        factor,
-        prefetch,
-        ranks,
-        max_tries,
-    )
-    return normed, added
-
-
-def _launch_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    after: Tensor | None,
-    weight: Tensor | None,
-    normed: Tensor,
-    added: Tensor | None,
-    epsilon: float,
-    scale: float,
-    factor: Tensor | None,
-    prefetch: Tensor | None,
-    ranks: SharedRows | None = None,
-    max_tries: int = -1,
-) -> None:
+    like = x if residual is None else residual
+    normed = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    added = normed if weight is None or residual is None else torch.empty_like(residual)
     rows, width = x.shape[-2:]
     assert ranks is None or (
         rows <= MAX_ROWS and width == ranks.width and normed.dtype == ranks.dtype
@@ -203,7 +171,7 @@ def _launch_norm(
             after,
             weight,
             normed,
-            added,
+            None if residual is None else added,
             x.stride(-2),
             epsilon,
             scale,
@@ -223,3 +191,4 @@ def _launch_norm(
             num_warps=num_warps,
             **overlap_options(x.device),
         )
+    return normed, added

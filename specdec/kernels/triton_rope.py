@@ -165,46 +165,13 @@ def rope_store(
     Returns:
         The rotated query, contiguous; empty without one.
     """
-    num_tokens, num_kv_heads, head_dim = key.shape
     num_heads = 0 if query is None else query.shape[1]
-    rotated = key.new_empty(num_tokens, num_heads, head_dim)
-    for rows in (key, value) if query is None else (query, key, value):
-        # The stride of an only head means nothing, and transformers' views leave there what they
-        # like.
-        assert rows.stride(2) == 1 and (rows.shape[1] == 1 or rows.stride(1) == head_dim), (
-            "heads are adjacent"
-        )
-    assert head_dim % 2 == 0 and all(tensor.is_contiguous() for tensor in cache)
-    assert cos is None or (sin is not None and cos.stride() == sin.stride() and cos.stride(-1) == 1)
-    with on_device(key):
-        _rope_store_kernel[
-            (num_tokens + prefetch_programs(prefetch, 4), 2 if query is None else 3)
-        ](
-            query,
-            key,
-            value,
-            rotated,
-            cache.key,
-            cache.value,
-            slot_mapping,
-            cos,
-            sin,
-            query_norm,
-            key_norm,
-            value_norm,
-            epsilon,
-            torch.finfo(cache.key.dtype).max,
-            0 if query is None else query.stride(0),
-            key.stride(0),
-            value.stride(0),
-            0 if cos is None else cos.stride(0),
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            num_warps=4,
-            **hint_options(prefetch),
-            **overlap_options(key.device),
-        )
+    rotated = key.new_empty(len(key), num_heads, key.shape[2])
+    parts = 2 if query is None else 3
+    norms = query_norm, key_norm, value_norm
+    _launch(
+        query, key, value, rotated, cache, slot_mapping, cos, sin, norms, epsilon, prefetch, parts
+    )
     return rotated
 
 
@@ -227,38 +194,58 @@ def rope(
     epsilon: float = 0.0,
 ) -> Tensor:
     """What `rope_store` makes of a query alone."""
-    num_tokens, num_heads, head_dim = query.shape
-    assert query.stride(2) == 1 and (num_heads == 1 or query.stride(1) == head_dim), (
-        "heads are adjacent"
-    )
-    assert cos is None or (sin is not None and cos.stride() == sin.stride() and cos.stride(-1) == 1)
     rotated = query.new_empty(query.shape)
-    with on_device(query):
-        # As if it were keys, for a cache in the order of the rows.
-        _rope_store_kernel[(num_tokens, 1)](
-            None,
+    # As if it were keys, for a cache in the order of the rows.
+    cache, norms = LayerCache(rotated, rotated), (None, query_norm, None)
+    _launch(None, query, query, rotated, cache, None, cos, sin, norms, epsilon, None, parts=1)
+    return rotated
+
+
+def _launch(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    rotated: Tensor,
+    cache: LayerCache,
+    slot_mapping: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    norms: tuple[Tensor | None, Tensor | None, Tensor | None],
+    epsilon: float,
+    prefetch: Tensor | None,
+    parts: int,
+) -> None:
+    """The first `parts` of keys, values and queries."""
+    num_tokens, num_kv_heads, head_dim = key.shape
+    for rows in (key, value) if query is None else (query, key, value):
+        # The stride of an only head means nothing, and transformers' views leave there what they
+        # like.
+        assert rows.stride(2) == 1 and (rows.shape[1] == 1 or rows.stride(1) == head_dim), (
+            "heads are adjacent"
+        )
+    assert head_dim % 2 == 0 and all(tensor.is_contiguous() for tensor in cache)
+    assert cos is None or (sin is not None and cos.stride() == sin.stride() and cos.stride(-1) == 1)
+    with on_device(key):
+        _rope_store_kernel[(num_tokens + prefetch_programs(prefetch, 4), parts)](
             query,
-            query,
+            key,
+            value,
             rotated,
-            rotated,
-            rotated,
-            None,
+            *cache,
+            slot_mapping,
             cos,
             sin,
-            None,
-            query_norm,
-            None,
+            *norms,
             epsilon,
-            torch.finfo(query.dtype).max,
-            0,
-            query.stride(0),
-            query.stride(0),
+            torch.finfo(cache.key.dtype).max,
+            0 if query is None else query.stride(0),
+            key.stride(0),
+            value.stride(0),
             0 if cos is None else cos.stride(0),
-            NUM_HEADS=0,
-            NUM_KV_HEADS=num_heads,
+            NUM_HEADS=0 if query is None else query.shape[1],
+            NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             num_warps=4,
-            **hint_options(None),
-            **overlap_options(query.device),
+            **hint_options(prefetch),
+            **overlap_options(key.device),
         )
-    return rotated
