@@ -1,9 +1,10 @@
 """The paged KV cache: the tensors of every layer, all sharing the same block ids."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,23 +18,23 @@ _ALIGNED = 64
 """Bytes at whose multiples a tensor of a CPU's caches begins."""
 
 
-class PagedLayerSpec(Protocol):
+class PagedLayerSpec(ABC):
     """What one attention layer stores per token."""
 
+    @abstractmethod
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token in a cache of `dtype`."""
 
+    @abstractmethod
+    def cut(self, size: tuple[int, int], dtype: torch.dtype, memory: "Memory") -> Any:
+        """The layer's cache, zeroed: a named tuple of tensors `[num_blocks, block_size, ...]`."""
+
     def allocate(
-        self,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        memory: "Memory | None" = None,
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> Any:
-        """The layer's cache, zeroed: a named tuple of tensors `[num_blocks, block_size, ...]`, from
-        `memory` or of its own.
-        """
+        """The same in memory of its own."""
+        memory = Memory([self], num_blocks * block_size, dtype, device)
+        return self.cut((num_blocks, block_size), dtype, memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ LayerSpec = PagedLayerSpec | StateLayerSpec | SharedLayerSpec
 
 
 @dataclass(frozen=True, slots=True)
-class KVLayerSpec:
+class KVLayerSpec(PagedLayerSpec):
     """What one attention layer stores per token: `num_kv_heads` keys and values of `head_dim`
     numbers each.
     """
@@ -72,22 +73,14 @@ class KVLayerSpec:
         """
         return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
-    def allocate(
-        self,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        memory: "Memory | None" = None,
-    ) -> "LayerCache":
-        """See `PagedLayerSpec.allocate`."""
-        memory = memory or Memory([self], num_blocks * block_size, dtype, device)
-        shape = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
+    def cut(self, size: tuple[int, int], dtype: torch.dtype, memory: "Memory") -> "LayerCache":
+        """See `PagedLayerSpec.cut`."""
+        shape = (*size, self.num_kv_heads, self.head_dim)
         return LayerCache(key=memory.zeros(shape, dtype), value=memory.zeros(shape, dtype))
 
 
 @dataclass(frozen=True, slots=True)
-class LatentLayerSpec:
+class LatentLayerSpec(PagedLayerSpec):
     """What one layer of latent attention stores per token: one vector for all heads, and what its
     indexer needs.
 
@@ -109,19 +102,11 @@ class LatentLayerSpec:
         """
         return self.width * dtype.itemsize + self.index_bytes
 
-    def allocate(
-        self,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        memory: "Memory | None" = None,
-    ) -> "LatentCache":
-        """See `PagedLayerSpec.allocate`."""
-        memory = memory or Memory([self], num_blocks * block_size, dtype, device)
+    def cut(self, size: tuple[int, int], dtype: torch.dtype, memory: "Memory") -> "LatentCache":
+        """See `PagedLayerSpec.cut`."""
         return LatentCache(
-            latent=memory.zeros((num_blocks, block_size, self.width), dtype),
-            index_key=memory.zeros((num_blocks, block_size, self.index_bytes), torch.uint8),
+            latent=memory.zeros((*size, self.width), dtype),
+            index_key=memory.zeros((*size, self.index_bytes), torch.uint8),
         )
 
 
@@ -185,7 +170,7 @@ class PagedKVCache:
             elif isinstance(spec, StateLayerSpec):
                 self.layers.append(spec.allocate_slots(max_rows, lengths))
             else:
-                self.layers.append(spec.allocate(num_blocks, block_size, dtype, device, memory))
+                self.layers.append(spec.cut((num_blocks, block_size), dtype, memory))
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks whose content is not finite, before anyone else reads them."""

@@ -17,12 +17,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import finalize
+
+import torch
+import torch.distributed as dist
 
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.parallel.group import Group, group_of
 from specdec.parallel.plain import pack, unpack
+from specdec.parallel.processes.rendezvous import Rendezvous
+from specdec.parallel.processes.workers import Workers
 from specdec.parallel.wire import Message, Wire
 
 Result = TypeVar("Result")
@@ -34,26 +39,30 @@ END, CALL, STEP = range(3)
 """What a message is about: its first number."""
 
 
-class Follower(Protocol):
-    """An engine that is stepped by what rank 0 says."""
+class Ranks:
+    """The processes of a group, as rank 0 started them.
 
-    def follow(self, message: Message) -> None:
-        """Does the step that a message tells of."""
+    Args:
+        workers: the processes.
+        threads: of torch that this one had before.
+        folder: where the ranks have met.
+    """
 
-
-class Ranks(Protocol):
-    """The processes of a group, as rank 0 started them."""
+    def __init__(self, workers: Workers, threads: int, folder: Rendezvous) -> None:
+        self._workers, self._threads, self._folder = workers, threads, folder
+        self.why_ended = workers.why_ended
 
     def end(self, *, kill: bool) -> None:
         """Waits for them to end, or ends them."""
+        self._workers.end(kill=kill)
+        torch.set_num_threads(self._threads)
 
     def forget(self) -> None:
-        """Removes what they have met by, once this process has left their group."""
-
-    def why_ended(self) -> str | None:
-        """One line about the rank that has ended though nobody asked it to, waiting a moment for
-        it; None if there is none.
+        """Removes what they have met by, once this process has left their group; NCCL, whose group
+        stays, looks for its file.
         """
+        if not dist.is_initialized():
+            self._folder.remove()
 
 
 class Executor:
@@ -125,7 +134,7 @@ class Executor:
                 self.say([CALL], self._packed((function, args, keep)))
             result = function(*args)
             if keep and result is not None:
-                self._keep(result)
+                self.keep(result)
         return result
 
     def say(self, numbers: list[int], payload: bytes = b"") -> None:
@@ -179,7 +188,12 @@ class Executor:
 
     def keep(self, made: Result) -> Result:
         """`made` on every rank, which may be an argument of later calls; within a call."""
-        self._keep(made)
+        number = next(self._numbers)
+        if self.leads:
+            self._by_id[id(made)] = number
+            finalize(made, self._let_go, id(made), number).atexit = False
+        else:
+            self._by_number[number] = made
         return made
 
     def number_of(self, kept: object) -> int:
@@ -195,8 +209,7 @@ class Executor:
         while (message := self.hear()).numbers[0] != END:
             kind, number = message.numbers[:2]
             if kind == STEP:
-                follower: Follower = self._by_number[number]
-                follower.follow(message)
+                self._by_number[number].follow(message)
             else:
                 self._obey(message.payload)
 
@@ -280,14 +293,6 @@ class Executor:
         if keep:
             gc.collect()
         self.run(function, *args, keep=keep)
-
-    def _keep(self, made: object) -> None:
-        number = next(self._numbers)
-        if not self.leads:
-            self._by_number[number] = made
-            return
-        self._by_id[id(made)] = number
-        finalize(made, self._let_go, id(made), number).atexit = False
 
     def _let_go(self, where: int, number: int) -> None:
         if self._by_id.get(where) == number:

@@ -116,33 +116,6 @@ def join(settings: Settings) -> Executor:
     return _meet(rank, size, folder, where, None, secret)
 
 
-class Started(Ranks):
-    """The other ranks, and this one's end of their group.
-
-    Args:
-        workers: the processes.
-        threads: of torch that this one had before.
-        folder: where the ranks have met.
-    """
-
-    def __init__(self, workers: Workers, threads: int, folder: Rendezvous) -> None:
-        self._workers, self._threads, self._folder = workers, threads, folder
-
-    def end(self, *, kill: bool) -> None:
-        """See `Ranks.end`."""
-        self._workers.end(kill=kill)
-        torch.set_num_threads(self._threads)
-
-    def forget(self) -> None:
-        """See `Ranks.forget`; NCCL, whose group stays, looks for its file."""
-        if not dist.is_initialized():
-            self._folder.remove()
-
-    def why_ended(self) -> str | None:
-        """See `Ranks.why_ended`."""
-        return self._workers.why_ended()
-
-
 def _check_size(size: int, found: int, who: str) -> None:
     if size != found:
         raise InvalidInputError(
@@ -178,9 +151,8 @@ def _start(size: int, device: torch.device) -> Executor:
     try:
         workers.wait()
         torch.set_num_threads(each)
-        executor = _meet(
-            0, size, folder.path, where, Started(workers, threads, folder), bytes.fromhex(secret)
-        )
+        ranks = Ranks(workers, threads, folder)
+        executor = _meet(0, size, folder.path, where, ranks, bytes.fromhex(secret))
     except BaseException:
         workers.end(kill=True)
         folder.remove()

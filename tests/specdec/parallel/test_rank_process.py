@@ -14,6 +14,7 @@ from typing import IO
 
 import pytest
 
+from specdec.parallel.processes import workers
 from specdec.parallel.processes.process import Settings
 from specdec.parallel.processes.workers import START
 from tests.helpers.waiting import HANG, wait_until
@@ -27,6 +28,23 @@ holds_the_pipe = os.fork() or time.sleep(600)
 print(workers._all[0]._process.pid, holds_the_pipe, flush=True)
 time.sleep(600)
 """
+
+
+def test_one_that_is_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would leave all others waiting; one line says so."""
+    monkeypatch.setattr(workers, "START", "print('ready', flush=True); input()")
+    monkeypatch.setattr(workers, "LOOK", 0.05)
+    monkeypatch.setattr(workers, "STOPPED", 2)
+    lost: list[str] = []
+    ranks = workers.Workers({1: settings(tmp_path, os.getpid())})
+    ranks.on_loss = lost.append
+    ranks.wait()
+    process = ranks._all[0]._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: bool(lost))
+    assert process.returncode == -signal.SIGKILL and lost == [ranks.why_ended()]
+    assert lost[0].endswith("was stopped for 0.1 s, as by SIGSTOP, and has been ended")
 
 
 def settings(folder: object, parent: int) -> Settings:
