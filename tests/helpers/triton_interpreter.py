@@ -7,8 +7,9 @@ all others. Where files or cases of them alone are named, `tests/conftest.py` se
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -159,9 +160,9 @@ def compile_for(
     constants: dict[str, Any],
     descriptors: dict[str, str] | None = None,
     **options: int,
-) -> Any:
-    """Compiles `kernel` for a machine that need not be here; arguments that are nothing else are
-    32-bit integers.
+) -> "Compiled":
+    """`kernel` for a machine that need not be here; arguments that are nothing else are 32-bit
+    integers.
 
     Descriptors are given as type and shape of their tiles, as in "bf16[128, 64]".
     """
@@ -179,4 +180,31 @@ def compile_for(
         if types.get(name, "").startswith("*") and name not in constants
     }
     source = compiler.ASTSource(kernel, signature, constexprs=places, attrs=aligned)
-    return compiler.compile(source, target=backends.GPUTarget(*target), options=options)
+    machine = backends.GPUTarget(*target)
+    name = kernel.fn.__name__
+    return Compiled(name, lambda: compiler.compile(source, target=machine, options=options))
+
+
+class Compiled:
+    """A kernel that is compiled when somebody first looks into it.
+
+    Attributes:
+        name: of its function.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        self.name, self._make = name, make
+
+    @cached_property
+    def _made(self) -> Any:
+        return self._make()
+
+    @property
+    def asm(self) -> Any:
+        """Its forms, by their names."""
+        return self._made.asm
+
+    @property
+    def metadata(self) -> Any:
+        """What Triton notes of it."""
+        return self._made.metadata

@@ -33,6 +33,8 @@ from tests.helpers.triton_interpreter import compile_for
 pytestmark = pytest.mark.slow
 
 MATRIX_INSTRUCTIONS = ("wgmma", "mma.sync", "v_mfma", "v_wmma")
+WHOLE = ("attention", "norm over ranks")
+"""Beginnings of titles: of these every shape is compiled, for they differ in what is looked for."""
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,17 @@ def assert_rows_before_flags(assembly: str) -> None:
     assert re.search(r"\.sys\.acquire|\.acquire\.sys", assembly)
 
 
+def chosen(target: Target) -> Iterator[tuple[str, Any]]:
+    """What is compiled for a target. NVIDIA's assembler takes most of the time, so for it a kernel
+    has its first shape alone; AMD's leader has all.
+    """
+    seen = set[str]()
+    for title, kernel in kernels(target, every_shape=False):
+        if target.assembly == "amdgcn" or kernel.name not in seen or title.startswith(WHOLE):
+            seen.add(kernel.name)
+            yield title, kernel
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_kernel(name: str) -> None:
     """Fits the target's memory, uses its matrix instructions, and on CDNA spills nothing; on sm_90
@@ -57,7 +70,7 @@ def test_every_kernel(name: str) -> None:
     and its memory decide.
     """
     target, released = TARGETS[name], set()
-    for title, kernel in kernels(target, every_shape=False):
+    for title, kernel in chosen(target):
         assembly = kernel.asm[target.assembly]
         assert kernel.metadata.shared <= target.shared_memory, title
         if title.startswith(("attention", "product")) and not title.endswith("float32"):
@@ -121,16 +134,14 @@ def test_hints() -> None:
             assert "prefetch" in sending and "st.global" not in sending and "st.global" in working
 
 
-@pytest.mark.parametrize("name", ["sm_90", "sm_89"])
-def test_argmax(name: str) -> None:
-    """Every type of logits; a thread has all of its loads under way at once, each of 16 bytes where
-    the vocabulary allows.
+def test_argmax() -> None:
+    """Of logits in half and in full precision a thread has all loads under way at once, each of 16
+    bytes where the vocabulary allows.
     """
-    target = TARGETS[name]
-    for (_, kernel), loads in zip(argmax_kernels(target), (4, 4, 8), strict=False):
+    found = dict(argmax_kernels(TARGETS["sm_90"]))
+    for (_, kernel), loads in list(zip(found.items(), (4, 4, 8), strict=False))[1:]:
         before, _, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
-        assert bool(after) == target.overlaps and (after or before).count("ld.global.v4") == loads
-        assert not after or "ld.global" not in before
+        assert after.count("ld.global.v4") == loads and "ld.global" not in before
 
 
 @pytest.mark.parametrize(
