@@ -6,14 +6,14 @@ those of plain torch.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import specdec.device.device
 from specdec.attention import check
@@ -29,20 +29,18 @@ from specdec.engine import build
 from specdec.engine.capture import capture as capturing
 from specdec.engine.capture import graph_check
 from specdec.engine.engine import SpecEngine
-from specdec.layers.experts import experts
 from specdec.layers.ops import fused
 from specdec.layers.packed import check as packed_check
 from specdec.layers.packed import linear as packed
-from specdec.layers.recurrence import check as recurrence_check
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput
 from specdec.sampling import argmax, sampler
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.trees import candidates, trees
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.packed_weights import packed as packed_weight
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.helpers.triton_interpreter import require_triton
+from tests.specdec.kernels.test_triton_checks import wrong
 
 DEVICE = require_triton()
 if DEVICE.type != "cpu":
@@ -52,20 +50,12 @@ if DEVICE.type != "cpu":
     )
 
 from specdec.attention.triton import triton_attention  # noqa: E402
-from specdec.kernels import triton_argmax, triton_norm, triton_rope  # noqa: E402
+from specdec.kernels import triton_argmax  # noqa: E402
 from specdec.layers import triton_linear  # noqa: E402
-from specdec.layers.experts import triton_experts, triton_router  # noqa: E402
 from specdec.layers.ops import kernels as triton_ops  # noqa: E402 (only where Triton can run)
-from specdec.layers.ops import (  # noqa: E402
-    triton_activation,
-    triton_embedding,
-    triton_gated_norm,
-    triton_grouped_convolution,
-)
+from specdec.layers.ops import triton_activation, triton_embedding  # noqa: E402
 from specdec.layers.packed import triton_packed  # noqa: E402
-from specdec.layers.recurrence import triton_recurrence, triton_short_convolution  # noqa: E402
 from specdec.sampling import triton_sampler  # noqa: E402
-from specdec.sampling.trees import triton_candidates, triton_trees  # noqa: E402
 
 SHAPE = "4x2x16-blocks16"
 """Of the tiny model's heads."""
@@ -246,7 +236,7 @@ def verdicts() -> set[str]:
 
 @pytest.mark.parametrize(
     ("architecture", "aiter", "attention"),
-    [("gfx942", "0.1.20", "rocm_aiter_fa"), ("gfx950", None, "triton_fa")],
+    [("gfx942", "0.1.20", "rocm_aiter_fa"), ("gfx1100", None, "triton_fa")],
 )
 def test_auto_takes_everything_that_passes(
     amd: Amd,
@@ -286,18 +276,6 @@ def broken(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **options: Any) -> Any:
         raise RuntimeError("LLVM ERROR: cannot select")
-
-    return call
-
-
-def wrong(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel whose first tensor is a little off."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        result = function(*args, **options)
-        first = result if isinstance(result, Tensor) else result[0]
-        first += 1 if first.dtype == torch.int64 else 0.01
-        return result
 
     return call
 
@@ -348,20 +326,16 @@ def test_a_kernel_that_fails_is_left_out(
 def test_few_rows_that_fail_are_left_out(amd: Amd, caplog: pytest.LogCaptureFixture) -> None:
     """In half precision; torch multiplies."""
     amd(aiter=None)
-    assert fused.FEW_ROWS.runs_on(DEVICE, torch.float16) and not caplog.records
+    where = DEVICE, torch.float16
+    assert fused.FEW_ROWS.runs_on(*where) and not caplog.records
     next_start()
-    assert fused.FEW_ROWS.runs_on(DEVICE, torch.float16)
+    assert fused.FEW_ROWS.runs_on(*where)
     spoil(amd, "few_rows", wrong)
-    assert fused.FEW_ROWS.runs_on(DEVICE, torch.float16)  # as it was when it was checked
-    self_check.verdict_of(
-        "few_rows",
-        DEVICE,
-        partial(fused.check_few_rows, DEVICE, torch.float16),
-        torch.float16,
-        again=True,
-    )
+    assert fused.FEW_ROWS.runs_on(*where)  # as it was when it was checked
+    check = fused.FEW_ROWS.check_on(*where)
+    self_check.verdict_of("few_rows", DEVICE, check, torch.float16, again=True)
     next_start()
-    assert not fused.FEW_ROWS.runs_on(DEVICE, torch.float16)
+    assert not fused.FEW_ROWS.runs_on(*where)
     assert [record.getMessage().split()[0] for record in caplog.records] == ["few_rows-float16"]
 
 
@@ -380,13 +354,10 @@ def test_packed_products_that_fail_are_left_out(amd: Amd, caplog: pytest.LogCapt
     )
     assert not packed_check.KERNEL.runs_on(DEVICE, torch.float32)
     amd.patch.setattr(triton_packed, "product", wrong(triton_packed.product))
-    self_check.verdict_of(
-        "packed",
-        DEVICE,
-        partial(packed_check.check_packed, DEVICE, torch.float16),
-        torch.float16,
-        again=True,
-    )
+    amd.patch.setattr(packed_check, "_SIZES", {"e4m3": 1.0})
+    amd.patch.setattr(packed_check, "_OF_EXPERTS", ())
+    check = packed_check.KERNEL.check_on(DEVICE, torch.float16)
+    self_check.verdict_of("packed", DEVICE, check, torch.float16, again=True)
     next_start()
     left = packed.PackedLinear(weight)
     torch.testing.assert_close(left(x), product, rtol=1e-2, atol=1e-2)
@@ -467,18 +438,6 @@ def test_graphs_by_name(
     assert verdicts() == {f"triton_fa-float32-{SHAPE}"}
 
 
-def test_radeon_takes_what_passes(
-    amd: Amd,
-    caplog: pytest.LogCaptureFixture,
-    expected: list[list[int]],
-) -> None:
-    """All that CDNA has: our attention, fused layers, the choice of tokens and captured steps."""
-    amd("gfx1100", None)
-    start = Run(caplog)
-    assert start.takes == ("triton_fa", True, True, True)
-    assert start.tokens == expected and start.warnings == []
-
-
 CARDS = {
     "gfx90a": "triton_fa",
     "gfx942": "rocm_aiter_fa",
@@ -493,13 +452,15 @@ CARDS = {
 """What `auto` takes where AITER is installed; our own attention without it."""
 
 
-@pytest.mark.parametrize("aiter", [None, "0.1.16", "0.1.20", "0.1.23", "0.1.dev1+g0123abc"])
-@pytest.mark.parametrize("architecture", CARDS)
+@pytest.mark.parametrize(
+    ("architecture", "aiter"),
+    [
+        *product(CARDS, [None, "0.1.20"]),
+        *product(["gfx942", "gfx1100"], ["0.1.16", "0.1.23", "0.1.dev1+g0123abc"]),
+    ],
+)
 def test_auto_on_every_card(
-    amd: Amd,
-    caplog: pytest.LogCaptureFixture,
-    architecture: str,
-    aiter: str | None,
+    amd: Amd, caplog: pytest.LogCaptureFixture, architecture: str, aiter: str | None
 ) -> None:
     """None falls to plain torch while ours pass, nor in silence when they do not."""
     amd(architecture, aiter)
@@ -537,94 +498,3 @@ def test_fused_layers_beside_aiter(
         "unified_attention",
         "flash_attn_with_kvcache",
     }
-
-
-def test_checks_notice_what_is_wrong(amd: Amd) -> None:
-    """Every kernel in turn: off by little is beyond what is allowed, and as it is it passes.
-
-    Long checks are taken by their parts, up to the first that notices, and prompts by chunks from
-    nine rows on, for the interpreter takes its time.
-    """
-    amd.patch.setattr(triton_recurrence, "MAX_SERIAL", 8)
-    half = DEVICE, torch.float16
-    checks: dict[str, tuple[Callable[[], Iterable[Deviation]], list[tuple[Any, str]]]] = {
-        "argmax": (lambda: [argmax.check_argmax(DEVICE)], [(triton_argmax, "argmax")]),
-        "sampler": (
-            lambda: [sampler.check_sampler(DEVICE)],
-            [(triton_sampler, "sample"), (triton_sampler, "min_kept")],
-        ),
-        "candidates": (
-            lambda: [candidates.check_candidates(DEVICE)],
-            [(triton_candidates, "candidates")],
-        ),
-        "trees": (
-            lambda: [trees.check_trees(DEVICE)],
-            [(triton_trees, "best_first"), (triton_trees, "walk")],
-        ),
-        "embedding": (lambda: [fused.check_embedding(*half)], [(triton_embedding, "embed")]),
-        "few_rows": (lambda: [fused.check_few_rows(*half)], [(triton_linear, "few_rows")]),
-        "packed products": (
-            lambda: (
-                one
-                for code in packed_check._SIZES
-                for one in packed_check._product_deviations(
-                    packed_check._weight(code, (80, 192), torch.float16),
-                    DEVICE,
-                )
-            ),
-            [
-                (triton_packed, "product"),
-                (triton_packed, "few_rows"),
-                (triton_packed, "dequantized"),
-            ],
-        ),
-        "packed blocks": (
-            lambda: packed_check._product_deviations(
-                packed_check.random_blocks("Q5_K", (80, 512), torch.float16).packed(),
-                DEVICE,
-            ),
-            [
-                (triton_packed, "product"),
-                (triton_packed, "few_rows"),
-                (triton_packed, "dequantized"),
-            ],
-        ),
-        "packed experts": (
-            lambda: packed_check._expert_deviations(*half),
-            [(triton_experts, "experts")],
-        ),
-        "experts": (lambda: experts._expert_deviations(*half), [(triton_experts, "experts")]),
-        "grouped_convolution": (
-            lambda: [fused.check_grouped_convolution(*half)],
-            [(triton_grouped_convolution, "mix_rows")],
-        ),
-        "routers": (lambda: experts._routing_deviations(DEVICE), [(triton_router, "route")]),
-        "recurrence": (
-            lambda: recurrence_check._recurrence_deviations(*half),
-            [(triton_recurrence, "recur")],
-        ),
-        "short convolutions": (
-            lambda: recurrence_check._convolution_deviations(*half),
-            [(triton_short_convolution, "convolve")],
-        ),
-        "gates of recurrences": (
-            lambda: recurrence_check._gate_deviations(*half),
-            [(triton_gated_norm, "gated_norm"), (triton_gated_norm, "sigmoid_gate")],
-        ),
-        "fused_layers": (
-            lambda: [fused.check_fused_layers(*half)],
-            [
-                (triton_norm, "rms_norm"),
-                (triton_norm, "add_rms_norm"),
-                (triton_activation, "gated"),
-                (triton_rope, "rope_store"),
-                (triton_rope, "rotated_rows"),
-            ],
-        ),
-    }
-    for measure, homes in checks.values():
-        assert all(right.error <= right.bound for right in measure())
-        for module, attribute in homes:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(module, attribute, wrong(getattr(module, attribute)))
-                assert any(off.error > off.bound for off in measure()), attribute

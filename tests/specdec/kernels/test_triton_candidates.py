@@ -125,8 +125,9 @@ def test_equal_scores_and_rows_that_are_not_finite() -> None:
     )
 
 
-@pytest.mark.parametrize("bits", [0x7FC00000, -0x400000, 0x7F800000])
-@pytest.mark.parametrize("vocab_size", [97, SLICE + 9])
+@pytest.mark.parametrize(
+    ("vocab_size", "bits"), [(97, 0x7FC00000), (SLICE + 9, -0x400000), (97, 0x7F800000)]
+)
 def test_tokens_exist_whatever_is_no_number(vocab_size: int, bits: int) -> None:
     """NaN of either sign and infinity, in a whole row and in its last column, of requests that
     sample and of those that do not.

@@ -12,6 +12,7 @@ from drafters.composed.agreement import agreement, agreements
 from drafters.composed.calibration import KERNEL, Calibration, Forecasts, check_forecasts
 from specdec.model.core import DraftOutput
 from specdec.sampling.trees.trees import best_first
+from tests.helpers.pairs import pairs
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -41,15 +42,17 @@ def moved(draft: DraftOutput) -> DraftOutput:
     )
 
 
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize(("drafts", "output"), [(7, 8), (8, 3), (3, 8), (63, 8), (64, 8), (1, 2)])
-def test_agreement(drafts: int, output: int, tree: bool, counted: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "tree", "counted"),
+    pairs([(7, 8), (8, 3), (3, 8), (63, 8), (64, 8), (1, 2)], [False, True], [False, True]),
+)
+def test_agreement(sizes: tuple[int, int], tree: bool, counted: bool) -> None:
     """Chains and trees, more and fewer than the output has, some of which do not count; a part that
     did not draft has nothing.
     """
     assert KERNEL.runs_on(DEVICE)
-    for seed in range(4):
+    drafts, output = sizes
+    for seed in range(2):
         draft = block(seed, drafts, tree=tree, counted=counted)
         generator = torch.Generator().manual_seed(99 + seed)
         token_ids = torch.randint(2, (5, output), generator=generator)

@@ -9,6 +9,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from tests.helpers.bounds import Float64, assert_as_exact
+from tests.helpers.pairs import pairs
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -44,17 +45,18 @@ def norms(kind: str, x: Tensor, gate: Tensor, weight: Tensor, width: int) -> Ten
     return head(x.view(-1, width), gate.reshape(-1, width)).view(x.shape)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "groups", "width"), [(3, 4, 128), (1, 1, 8), (5, 3, 20), (2, 2, 1100), (2, 40, 64)]
+    ("sizes", "kind", "dtype", "late"),
+    pairs(
+        [(3, 4, 128), (1, 1, 8), (5, 3, 20), (2, 2, 1100), (2, 40, 64)],
+        ["gate last", "gate first", "sigmoid"],
+        TYPES,
+        [False, True],
+    ),
 )
-@pytest.mark.parametrize("kind", ["gate last", "gate first", "sigmoid"])
-def test_gated_norm(
-    kind: str, rows: int, groups: int, width: int, late: bool, dtype: torch.dtype
-) -> None:
+def test_gated_norm(sizes: tuple[int, int, int], kind: str, dtype: torch.dtype, late: bool) -> None:
     """Any sizes; the gate is part of a wider product; weights in the model's type or in float32."""
-    first = kind == "gate first"
+    first, (rows, groups, width) = kind == "gate first", sizes
     x, joined = (
         random(rows, groups * width, dtype=dtype),
         random(rows, 2 * groups * width + 3, dtype=dtype),

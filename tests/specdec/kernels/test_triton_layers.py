@@ -2,7 +2,6 @@
 `tests.helpers.triton_interpreter`.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,14 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.selector import select_backend
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
-from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import KVLayerSpec, LayerCache
 from specdec.layers.experts.joined import JoinedExperts
 from specdec.layers.experts.router import Router
@@ -31,16 +27,9 @@ from specdec.layers.ops.ops import AttentionInputs, Heads, Join, Ops
 from specdec.layers.packed.linear import PackedLinear
 from specdec.layers.packed.weight import PackedWeight
 from specdec.layers.rotary.rotary import Angles, rotate
-from specdec.model.batch import DecodeBatch
-from specdec.model.core import DraftOutput, Verifier
-from specdec.sampling.params import SamplingParams
 from tests.helpers.bounds import assert_as_exact
-from tests.helpers.guards import guard_steps
-from tests.helpers.tiny_models import plain_model, random_dflash, random_prompts
+from tests.helpers.pairs import pairs
 from tests.helpers.triton_interpreter import require_triton
-from verifiers.config.shape import backend_spec
-from verifiers.hf import verifier_for
-from verifiers.hf_attention import ATTENTION_NAME
 
 DEVICE = require_triton()
 
@@ -53,7 +42,6 @@ from specdec.layers.experts.triton_experts import FEW_ROWS  # noqa: E402
 from specdec.layers.ops.kernels import TritonOps  # noqa: E402
 from specdec.layers.ops.triton_activation import gated as triton_gated  # noqa: E402
 from specdec.layers.ops.triton_embedding import embed  # noqa: E402
-from specdec.layers.recurrence.ops import RecurrentOps  # noqa: E402
 from specdec.layers.triton_linear import divide, few_rows  # noqa: E402
 
 
@@ -167,10 +155,8 @@ def test_norm_rounds_as_transformers() -> None:
     assert (normed == transformers_norm(added, weight, 1e-6)).float().mean() > 0.995
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(("normed", "scale"), [(True, 1.0), (False, 0.7)])
-def test_what_joins_the_residual_stream(late: bool, parts: int, normed: bool, scale: float) -> None:
+@pytest.mark.parametrize(("late", "parts", "normed"), pairs([False, True], [1, 3], [True, False]))
+def test_what_joins_the_residual_stream(late: bool, parts: int, normed: bool) -> None:
     """A norm of the sublayer's output, factors of it and of the sum, no norm of the sum, weights
     that round late: as plain torch has it."""
     torch.manual_seed(0)
@@ -180,6 +166,7 @@ def test_what_joins_the_residual_stream(late: bool, parts: int, normed: bool, sc
         random(2, 96, dtype=torch.float32 if late else torch.float16),
     )
     norm, after = (Norm(gain, 1e-3) for gain in gains)
+    scale = 1.0 if normed else 0.7
     factor = torch.tensor([0.8], dtype=torch.float16, device=DEVICE) if late else None
     join = Join(norm if normed else None, after, scale, factor)
     ours, plain = (
@@ -321,9 +308,9 @@ def normed_and_rotated(rows: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | No
     return rotate(rows, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80])
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("with_query", [True, False])
+@pytest.mark.parametrize(
+    ("head_dim", "normed", "with_query"), pairs([8, 64, 80], [True, False], [True, False])
+)
 def test_rope_with_cache_write(head_dim: int, normed: bool, with_query: bool) -> None:
     """Views of a joined product; keys and values land in their slots and nowhere else; values are
     neither normed nor rotated.
@@ -430,136 +417,3 @@ def test_rope_before_a_write(backend: str) -> None:
     keys, values = (tensor.flatten(0, 1)[slots] for tensor in cache)
     check(keys, normed_and_rotated, key, cos, sin, norm)
     assert values.equal(value)
-
-
-def verifier_on(backend: str, model: PreTrainedModel, *, fuse: bool = True) -> Verifier:
-    """The same weights behind paged attention of that name."""
-    config = copy.deepcopy(model.config)
-    paged: Any = AutoModelForCausalLM.from_config(
-        config, attn_implementation=ATTENTION_NAME, dtype=torch.float32
-    )
-    paged.load_state_dict(model.state_dict())
-    spec = backend_spec(config, device=DEVICE, dtype=torch.float32, block_size=4)
-    return verifier_for(
-        paged.to(DEVICE), name=config.model_type, backend=select_backend(backend, spec), fuse=fuse
-    )
-
-
-def generate(
-    backend: str,
-    model: PreTrainedModel,
-    *,
-    guarded: bool = False,
-    fuse: bool = True,
-    **sampling: Any,
-) -> tuple[list[list[int]], list[Tensor]]:
-    """Output tokens of two requests, and every draft of a random DFlash drafter."""
-    verifier = verifier_on(backend, model, fuse=fuse)
-    drafts: list[Tensor] = []
-    cache = CacheConfig(memory_bytes=2**22)
-    # A captured step drafts on the host once, and then overwrites what it drafted.
-    config = EngineConfig(
-        max_num_seqs=2, max_prefill_tokens=6, num_draft_tokens=3, cache=cache, graphs=False
-    )
-    engine = SpecEngine(verifier, random_dflash(verifier, block_size=4), config)
-    bound = engine.runner.drafter
-    assert bound is not None
-    propose = bound.propose
-
-    def recorded(batch: DecodeBatch) -> DraftOutput:
-        drafts.append((output := propose(batch)).token_ids)
-        return output
-
-    bound.propose = recorded  # type: ignore[method-assign]
-    if guarded:
-        guard_steps(engine)
-    # two steps with drafts at least
-    params = SamplingParams(max_tokens=3, ignore_eos=True, **sampling)
-    requests = [engine.add_request(prompt, params) for prompt in random_prompts(2, longest=9)]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests], drafts
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gemma2",
-        "gemma4_shared",
-        "gemma4_moe",
-        "granite",
-        "olmo3",
-        "smollm3",
-        "qwen2_moe",
-        "gpt_oss",
-        "glm4_moe",
-        "lfm2",
-        "nemotron_h",
-        "qwen3_next",
-    ],
-)
-def test_whole_model_with_drafter_equals_torch_ref(name: str) -> None:
-    """Tokens and drafts: norms everywhere, windows, softcaps, multipliers, layers without RoPE,
-    tapped features, the drafter's own windows and causality, chunked prefill."""
-    model = plain_model(name)
-    tokens, drafts = generate("triton_fa", model)
-    expected_tokens, expected_drafts = generate("torch_ref", model)
-    assert tokens == expected_tokens
-    assert len(drafts) == len(expected_drafts) and all(
-        ours.equal(theirs) for ours, theirs in zip(drafts, expected_drafts, strict=True)
-    )
-
-
-def test_states_beside_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens and drafts, where our kernels have the recurrent layers alone."""
-    model = plain_model("kimi_linear")
-    verifier: Any = verifier_on("torch_ref", model)
-    assert isinstance(verifier._ops, RecurrentOps)
-    tokens, drafts = generate("torch_ref", model)
-    monkeypatch.setenv("SPECDEC_KERNELS", "-recurrence")
-    verifier = verifier_on("torch_ref", model)
-    assert type(verifier._ops) is Ops
-    expected_tokens, expected_drafts = generate("torch_ref", model)
-    assert tokens == expected_tokens
-    assert all(ours.equal(theirs) for ours, theirs in zip(drafts, expected_drafts, strict=True))
-
-
-def test_a_model_with_its_own_modules() -> None:
-    """Softcaps, through transformers' layers."""
-    model = plain_model("gemma2")
-    assert (
-        generate("triton_fa", model, fuse=False)[0] == generate("torch_ref", model, fuse=False)[0]
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="the interpreter itself reads values on the host")
-def test_step_never_waits() -> None:
-    """Draft, verify, accept and commit under the guard."""
-    generate("triton_fa", plain_model("llama"))  # compiling may wait
-    generate("triton_fa", plain_model("llama"), guarded=True)
-
-
-def test_a_drafter_embeds_with_its_own_table() -> None:
-    """And with the target's when it has none."""
-    verifier: Any = verifier_on("triton_fa", plain_model("llama"))
-    drafter = random_dflash(verifier)
-    ids = torch.tensor([3, 5, 3], device=DEVICE)
-    for own in (None, torch.nn.Embedding(verifier.vocab_size, verifier.hidden_size, device=DEVICE)):
-        drafter.model.embed_tokens = own
-        drafter.network._table = None if own is None else own.weight
-        assert drafter.embed(ids).equal(
-            verifier._embedding.table[ids] if own is None else own.weight[ids]
-        )
-
-
-def test_joined_draft_projections_share_memory() -> None:
-    """The drafter's weights are stored once."""
-    verifier = verifier_on("triton_fa", plain_model("llama"))
-    drafter = random_dflash(verifier)
-    joined: Any = drafter.network._decoder.layers[0].linears[0]
-    attention: Any = drafter.model.layers[0].self_attn
-    assert attention.q_proj.weight.data_ptr() == joined.weight.data_ptr()
-    assert torch.cat(
-        [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    ).equal(joined.weight)

@@ -82,8 +82,17 @@ def check(
     )
 
 
-@pytest.mark.parametrize("extra", ["plain", "sinks", "softcap"])
-@pytest.mark.parametrize("window", [None, 1, 3, 20, 50])
+@pytest.mark.parametrize(
+    ("window", "extra"),
+    [
+        (None, "plain"),
+        (None, "sinks"),
+        (1, "softcap"),
+        (3, "plain"),
+        (20, "sinks"),
+        (50, "softcap"),
+    ],
+)
 def test_masks_and_scores(window: int | None, extra: str) -> None:
     """Windows within a block of keys, across several, and with blocks that every row sees between
     the two ends.

@@ -66,9 +66,14 @@ def test_route(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["renormalized softmax", "softmax in groups", "sigmoid", "sigmoid in three groups"]
+    ("kind", "dtype"),
+    [
+        ("renormalized softmax", torch.float16),
+        ("softmax in groups", torch.bfloat16),
+        ("sigmoid", torch.bfloat16),
+        ("sigmoid in three groups", torch.float16),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_equal_scores(kind: str, dtype: torch.dtype) -> None:
     """Of few different logits, signed zeros among them, the lower experts and groups are taken, in
     their order.

@@ -78,13 +78,15 @@ def test_every_filter_draws_what_plain_torch_draws(dtype: torch.dtype) -> None:
     assert_as_plain(logits, FILTERS)
 
 
-@pytest.mark.parametrize("vocab_size", [1, SLICE + 1, TILE + SLICE + 5])
 @pytest.mark.parametrize(
-    "params",
+    ("vocab_size", "params"),
     [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
-        SamplingParams(temperature=100.0, top_p=0.9),  # more stay than are set apart
+        (1, SamplingParams(temperature=0.8, top_k=50, top_p=0.9)),
+        (SLICE + 1, SamplingParams(temperature=1.0)),
+        (SLICE + 1, SamplingParams(temperature=0.8, top_k=50, top_p=0.9)),
+        (TILE + SLICE + 5, SamplingParams(temperature=1.0)),
+        # more stay than are set apart
+        (TILE + SLICE + 5, SamplingParams(temperature=100.0, top_p=0.9)),
     ],
     ids=str,
 )
@@ -143,8 +145,11 @@ def test_top_p_is_of_what_top_k_keeps() -> None:
     )
 
 
-@pytest.mark.parametrize("vocab_size", [300, 3 * HELD, MAX_GROUPS * SMALLEST_GROUP + 5])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size"),
+    list(zip(DTYPES, (300, 3 * HELD, MAX_GROUPS * SMALLEST_GROUP + 5), strict=True)),
+    ids=str,
+)
 def test_the_least_kept_is_one_of_the_logits(dtype: torch.dtype, vocab_size: int) -> None:
     """Exactly the k-th highest, or the one at which the probability reaches top-p, where few groups
     hold it and where many do.
