@@ -28,7 +28,7 @@ from tests.helpers.tiny_models import (
 )
 from tests.test_lossless import engine_config
 
-MAX_TOKENS = 8
+MAX_TOKENS = 5
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -116,7 +116,7 @@ def test_step_never_waits(name: str, sampling: str) -> None:
     sampling feature.
     """
     model = plain_model(name)
-    prompts = random_prompts(4)
+    prompts = random_prompts(2)
     outputs = {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts}
     params, verifier = (
         SamplingParams(max_tokens=MAX_TOKENS, **SAMPLINGS[sampling]),

@@ -18,7 +18,10 @@ import pytest
 import torch
 
 import specdec.device.device
+from specdec.attention import latent_check
 from specdec.attention.aiter import fa
+from specdec.attention.mla import IndexerSpec
+from specdec.cli.doctor import run as doctor
 from tests.checks.amd_first_day.run import ROOT
 from tests.checks.amd_first_day.steps import Step
 from tests.helpers.aiter_emulation import Machine, install
@@ -79,6 +82,10 @@ def _child(arguments: tuple[str, ...], environ: Mapping[str, str], log: Path) ->
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(specdec.device.device, "rocm_architecture", lambda device: ARCHITECTURE)
         patch.setattr(fa, "DTYPES", (torch.float32, *fa.DTYPES))
+        # of the self-checks one shape, and of latents prompts and decoding
+        patch.setattr(doctor, "SHAPES", doctor.SHAPES[1:2])
+        patch.setattr(doctor, "INDEXER", IndexerSpec(32, 128, 64))
+        patch.setattr(latent_check, "PHASES", latent_check.PHASES[:3:2])
         install(patch, Path(folder), Machine(architecture=ARCHITECTURE, allow_float32=True))
         sys.argv = list(arguments)
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

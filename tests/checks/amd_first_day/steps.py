@@ -97,7 +97,7 @@ def all_steps(
         "tiers",
         "AITER's Triton kernels alone, beside its others",
         triton,
-        f"{_CPU} --every 13 --longest 600",
+        f"{_CPU} --every 40 --longest 300",
         AITER_TRITON_ONLY="1",
     )
     place = next(index for index, step in enumerate(steps) if step.name == "kernels") + 1
@@ -110,7 +110,12 @@ Row = tuple[str, str, str] | tuple[str, str, str, str | None]
 
 def _first_start() -> Iterator[Row]:
     yield "doctor", "what this machine is", "specdec doctor", _CPU
-    yield "doctor-latent", "backends of latent attention", "specdec doctor --mla", _CPU
+    yield (
+        "doctor-latent",
+        "backends of latent attention",
+        "specdec doctor --mla",
+        f"{_CPU} --heads 16",
+    )
     yield "self-check", "every kind of kernel once", "specdec doctor --run", _CPU
     for name in BACKENDS[:3]:
         command = f"specdec warmup --attention {name} --max-num-seqs 32 --max-model-len 4096"
@@ -128,7 +133,7 @@ def _kernels() -> Iterator[Row]:
         "kernels",
         "attention against float64, up to 96 requests and 70,000 tokens",
         command,
-        f"{_CPU} --every 13 --longest 600 --attention {' '.join(AITER)}",
+        f"{_CPU} --every 40 --longest 300 --attention {' '.join(AITER)}",
     )
     yield (
         "latent",
