@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import specdec.engine.lockstep  # noqa: F401 (adds the records of requests)
 from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.grammar.grammar import Grammar
 from specdec.model.scratch import next_token_logits
