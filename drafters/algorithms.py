@@ -59,8 +59,7 @@ _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
 def stated_algorithm(raw: Mapping[str, Any]) -> str:
-    """The algorithm that `config.json` names: "dflash", "dspark", ..., or an architecture that is
-    not known.
+    """The algorithm that `config.json` names: "dflash", "dspark", ..., or an unknown architecture.
 
     Raises:
         CheckpointError: it names none.

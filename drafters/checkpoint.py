@@ -107,8 +107,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 def plain_tensors(
     folder: Path, raw: Mapping[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Tensors of which quantized weights have become plain numbers, in the type that `config.json`
-    names.
+    """Tensors of which quantized weights became plain numbers, in the type of `config.json`.
 
     Args:
         folder: of the checkpoint; ModelOpt says in a file of its own how weights are quantized.
@@ -216,15 +215,13 @@ def check_target(
     num_layers: int | None,
     made_for: str | None,
 ) -> None:
-    """Refuses a drafter that was made for a target of another shape; acceptance would drop without
-    any error.
+    """Refuses a drafter for a target of another shape; acceptance would drop without an error.
 
     Args:
         verifier: the target.
         taps: tapped layers, 0-based.
         tap_width: width of one tap.
-        hidden_size: width of the drafter where it borrows the target's embeddings or head, else
-            None.
+        hidden_size: width of a drafter that borrows the target's embeddings or head, or None.
         vocab_size: of the target it was made for.
         num_layers: of the target it was made for, when stated.
         made_for: name of that target, when stated.

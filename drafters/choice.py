@@ -95,8 +95,7 @@ def guess(
     """The `count` likeliest tokens of each of a few drafts, or as many as there are, given the
     noise that the target will choose by if drafts are coupled.
 
-    Arguments as of `choose`. Rows that are `alike` are all for the draft `first`, behind different
-    tokens.
+    Arguments as of `choose`. Rows that are `alike` are all for the draft `first`.
     """
     sampling, count = batch.sampling, min(count, logits.shape[-1])
     end = first + (1 if alike else logits.shape[1])

@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs `specdec convert`; 0 when the folder is written.
 
     Raises:
-        SpecDecError: the source cannot be read, the layout cannot express it, or the folder cannot
-            be written.
+        SpecDecError: the source cannot be read, or the layout or the folder not be written.
     """
     note = convert(args.source, args.folder, args.to, target=args.model)
     print(f"written to {args.folder} in the layout of {args.to}")

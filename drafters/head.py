@@ -46,8 +46,7 @@ class Head:
         num_candidates: tokens of a slot, those of the highest logits, that are corrected for a
             chain; None corrects the whole vocabulary.
         compares_candidates: corrections were learned among these candidates alone: then they
-            compare these tokens with each other, and say nothing of others, nor of all of these
-            against others.
+            compare these tokens with each other, and say nothing of others.
     """
 
     has_state = False

@@ -51,8 +51,7 @@ _PLAIN_ROPE = {"apply_yarn_scaling": (True,), "attn_factor": (1,), "extrapolatio
 def check_known(
     place: Mapping[str, Any], known: Iterable[str], name: str, *, copies: bool = False
 ) -> None:
-    """Refuses a key that nobody reads: it might change the maths, and acceptance would drop without
-    any error.
+    """Refuses a key that nobody reads: it might change the maths, and lower acceptance.
 
     Args:
         place: an object of config.json; null says nothing.

@@ -24,12 +24,10 @@ _FORBIDDEN = {"nc": "commercial use", "noncommercial": "commercial use", "nd": "
 
 
 def license_note(card: Path | None, config: Mapping[str, Any]) -> str | None:
-    """What to say of a checkpoint's license; None where it leaves everyone free to use it, or none
-    is stated.
+    """What to say of a checkpoint's license; None where it leaves everyone free, or unstated.
 
     Args:
-        card: the checkpoint's `README.md`, whose head has the license's name; None where there is
-            none.
+        card: the checkpoint's `README.md`, whose head names the license; or None.
         config: content of its config.json, which some publishers write the license to.
     """
     stated = _card_entries(card) | {

@@ -23,8 +23,7 @@ def load_drafter(path: str | Path, *, verifier: Verifier) -> Drafter:
     `specdec.base.checkpoint.hub`) and no such folder exists.
 
     Raises:
-        CheckpointError: nothing there, damaged files, an algorithm that is not supported, or
-            another target.
+        CheckpointError: nothing there, damage, an unsupported algorithm, another target.
     """
     folder = find_folder(path)
     with naming(path):
@@ -60,8 +59,7 @@ def algorithm_in(folder: Path, raw: Mapping[str, Any]) -> str:
 
 
 def first_eagle(folder: Path, algorithm: str) -> str | None:
-    """What to say of a head of EAGLE or EAGLE-2, which may go by the name of any model; None of
-    others.
+    """What to say of a head of EAGLE or EAGLE-2, under any name; None of others.
 
     They project an embedding and a hidden state together, whose norm no other such head lacks.
 

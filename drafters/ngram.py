@@ -1,5 +1,4 @@
-"""Drafts copied from the request's own text: what followed the last tokens when they occurred
-before.
+"""Drafts copied from the request's own text: what followed the last tokens before.
 
 Prompt lookup decoding (Saxena, 2023): suffix decoding (`drafters.suffix`) without past outputs,
 which takes the latest of the longest matches.
@@ -18,8 +17,7 @@ class NGramDrafter(SuffixDrafter):
 
     Args:
         max_draft_tokens: largest k.
-        prompt_lookup_max: longest n-gram compared; a longer match is preferred, a later one among
-            equals.
+        prompt_lookup_max: longest n-gram compared; longer matches first, then later ones.
         prompt_lookup_min: shortest match that counts.
 
     Raises:

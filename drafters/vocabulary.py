@@ -19,8 +19,7 @@ def drafted(d2t: Tensor, vocab_size: int) -> Tensor:
 
 
 def without_full_map(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a drafter with the target's whole vocabulary, which may bring a map that
-    changes nothing.
+    """A full vocabulary's tensors, without the map that they may bring, which changes nothing.
 
     Raises:
         CheckpointError: the map reorders tokens.

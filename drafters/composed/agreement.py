@@ -10,8 +10,7 @@ from specdec.model.core import AcceptOutput, DraftOutput
 
 
 def agreements(drafts: Mapping[int, DraftOutput], count: int, accept: AcceptOutput) -> Tensor:
-    """int64 [P, num_reqs], `agreement` of each of P drafters with what came out; 0 of those that
-    did not draft.
+    """int64 [P, num_reqs], `agreement` of each of P drafters; 0 of those that did not draft.
 
     Args:
         drafts: point masses, by drafter.
@@ -36,8 +35,7 @@ def agreements(drafts: Mapping[int, DraftOutput], count: int, accept: AcceptOutp
 
 
 def agreement(draft: DraftOutput, token_ids: Tensor, counts: Tensor) -> Tensor:
-    """int64 [num_reqs]: tokens of the output that the drafts begin with, along the best path in a
-    tree.
+    """int64 [num_reqs]: tokens of the output that drafts begin with, on a tree's best path.
 
     Args:
         draft: point masses.

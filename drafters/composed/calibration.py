@@ -74,8 +74,7 @@ class Calibration:
             counts: float32 [num_reqs], or [P, num_reqs] where not all drafted, 1 for each request
                 that is to count, and 0.
             of_trees: the drafts formed trees.
-            best: int64 [num_reqs], takes the drafter that had most right, of equal ones the first;
-                or None.
+            best: int64 [num_reqs], takes the first drafter that had most right; or None.
         """
         take = _observe_on_triton if self._on_triton and counts.ndim == 1 else _observe
         take(self._sums[int(of_trees)], forecasts, agreed, num_accepted, counts, best)

@@ -83,8 +83,7 @@ class ComposedDrafter(Drafter):
         """See `specdec.model.core.Drafter.bind`.
 
         Raises:
-            InvalidInputError: probabilistic drafts, which are judged by the distribution of one
-                drafter.
+            InvalidInputError: probabilistic drafts, which one drafter's distribution judges.
         """
         if draft_sampling == "probabilistic":
             raise InvalidInputError(
@@ -107,8 +106,7 @@ class _Step:
         drafts: of the parts that drafted, by their numbers.
         forecasts: of all parts.
         output: what was verified.
-        looked: what the host expects of the parts that are no models, by request; None where it
-            does not look.
+        looked: what the host expects of parts that are no models, by request; None unlooked.
         kind: of the step.
         end: when drafting ended.
         seconds: of parts that are no models, and of the models.

@@ -248,8 +248,7 @@ def observe(
     per_doubling: int,
     keep: float,
 ) -> None:
-    """Takes a step over into `sums`, see `correct`, and writes to `best` the first part that agrees
-    for longest.
+    """Takes a step into `sums`, see `correct`; `best` takes the first part that agrees most.
 
     Args:
         sums: updated.

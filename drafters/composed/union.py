@@ -15,8 +15,7 @@ from specdec.sampling.trees.tries import ScoredDrafts, merge_trees
 def union(
     drafts: Sequence[DraftOutput], shifts: Iterable[Tensor], shape: BlockShape
 ) -> DraftOutput:
-    """The best `shape.drafts` paths of all trees; one that is in several has the highest of its
-    probabilities.
+    """The best `shape.drafts` paths of all trees, each with the highest of its probabilities.
 
     Args:
         drafts: trees with scores.

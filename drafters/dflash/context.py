@@ -55,15 +55,13 @@ class Context:
         return torch.cat([self._ops.norm(tap.contiguous(), norm) for tap, norm in pairs], dim=1)
 
     def rows(self, features: Tensor) -> Tensor:
-        """Keys, and values behind them unless they are the same, of all layers, neither normed nor
-        rotated.
+        """Raw keys, and values behind them unless they are the same, of all layers.
 
         Args:
             features: [T, num_taps * H_target].
 
         Returns:
-            [T, num_layers, 1 or 2, num_kv_heads, head_dim], or latents [T, num_layers, rank +
-            rope].
+            [T, num_layers, 1 or 2, num_kv_heads, head_dim], or [T, num_layers, rank + rope].
         """
         config, ops = self._config, self._ops
         heads = (config.num_key_value_heads, config.head_dim) if config.latent is None else ()

@@ -26,8 +26,7 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """Fitted weights. Between two temperatures they are interpolated, and beyond the outermost they
-    stay.
+    """Fitted weights, interpolated between temperatures, and constant beyond the outermost.
 
     Attributes:
         temperatures: T of them, rising.

@@ -147,8 +147,7 @@ class BoundDFlash(BoundDrafter):
     """A `DFlashDrafter` over the paged cache of one engine; see `specdec.model.core.BoundDrafter`.
 
     Steps without drafts leave the target's features in a ring, since the context of a few positions
-    takes no longer than that of one. It is written once the ring is full, or drafts are wanted
-    again.
+    takes no longer than that of one. It is written once the ring is full, or drafts are due.
 
     Args:
         drafter: the weights.

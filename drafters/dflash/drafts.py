@@ -140,8 +140,7 @@ class Drafts:
 
     def _choose(self, block: _Block, logits: Tensor, first: int, *, last: bool = True) -> Choice:
         """Chooses drafts of the slots from `first` on, as many as `logits` [num_reqs, n,
-        draft_vocab_size] has, each for itself; unless they are the `last` ones, without what is
-        told of them.
+        draft_vocab_size] has, each for itself; what is told of them is told of the `last`.
         """
         given = block.batch, logits, first, self.draft_sampling, self._target_ids
         return choose(*given, weights=block.weights, wants_own=self.forecasts and last)

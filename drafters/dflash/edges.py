@@ -82,8 +82,7 @@ def _table(
 
 
 def logprobs_of(edges: Tensor, scores: Tensor) -> Tensor:
-    """The table as log-probabilities, for `specdec.sampling.trees.trees.best_first`; both are those
-    of `edges_of`.
+    """The table as log-probabilities, for `best_first`; both are those of `edges_of`.
 
     They are normalized over the candidates: the head shares out among them what they have without
     it, all together. Over the whole vocabulary it would also move some to or from the other tokens;

@@ -1,5 +1,4 @@
-"""Draft layers as modules: the weights of every family, and the forward of those that are trained,
-Qwen3's layers.
+"""Draft layers as modules: every family's weights, and the forward of Qwen3's, to train.
 
 What else checkpoints have (`DFlashConfig.peculiarities`) runs on the decoder stack alone, see
 `drafters.dflash.network`.

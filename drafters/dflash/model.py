@@ -111,8 +111,7 @@ class DFlashModel(nn.Module):
         [num_layers, head_dim].
 
         Where layers norm the context, the weight of their norm is a part of it. Of latent attention
-        it is what makes the latents, and the norms [num_layers, rank] are those of their compressed
-        parts.
+        it is what makes the latents, and the norms [num_layers, rank] are of compressed parts.
         """
         if self.config.latent is not None:
             latents = [cast(LatentProjections, layer.self_attn) for layer in self.layers]

@@ -223,8 +223,7 @@ def _pair_up(model: DFlashModel, rope: Rope) -> None:
 
 @torch.no_grad()
 def _join(*projections: nn.Linear) -> Linear:
-    """The projections as one product; where there are several, their own weights become views of
-    it.
+    """The projections as one product; if several, their own weights become views of it.
 
     Gates have no bias where the projections beside them have one.
     """

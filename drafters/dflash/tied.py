@@ -1,5 +1,4 @@
-"""Tables of a head that are made of the target's own, for targets whose vocabulary would outweigh
-the drafter.
+"""Tables of a head made of the target's own, where a vocabulary would outweigh the drafter.
 
 A head of rank r has a table [V, r] of the tokens before, and one of the tokens that it corrects:
 beside a small target most of the drafter. With `tied_tables` it has projections [r, H] in their

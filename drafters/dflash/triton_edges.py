@@ -86,8 +86,7 @@ def edges(
     first_slot: int,
     as_logprobs: bool,
 ) -> Tensor:
-    """What `drafters.dflash.edges.edges_of` computes of a head without a state, float32 [num_reqs,
-    K, C, C].
+    """What `edges_of` computes of a head without a state, float32 [num_reqs, K, C, C].
 
     Args:
         left: [num_reqs, K, C, r], contiguous.

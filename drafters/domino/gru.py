@@ -6,8 +6,7 @@ With e the input embedding of the token before a slot and h the slot's hidden st
     s <- GRU(e, s), from zeros before the anchor
     logits + W2 silu(W1 [h; s])
 
-The first `pure_draft_prefix_len` slots keep their logits; their tokens enter the state all the
-same.
+The first `pure_draft_prefix_len` slots keep their logits; their tokens enter the state, too.
 """
 
 from collections.abc import Callable, Mapping

@@ -24,8 +24,7 @@ class DraftModel(SequentialDrafter):
         model: the draft model, loaded as a target is: on the target's device, with its type, block
             size and type of cache.
         verifier: the target.
-        num_tokens: ids that both vocabularies have in common, from 0 on; None for all of the
-            smaller one.
+        num_tokens: ids that both vocabularies share, from 0 on; None for the smaller one's.
         max_draft_tokens: largest k.
 
     Raises:
@@ -83,8 +82,7 @@ def load_draft_model(path: str | Path | None, *, verifier: Verifier) -> DraftMod
 
     Raises:
         InvalidInputError: no path.
-        SpecDecError: a model that cannot be read or cannot draft, or another tokenizer than the
-            target's.
+        SpecDecError: a model that cannot be read or draft, or has another tokenizer.
     """
     if path is None:
         raise InvalidInputError("a draft model needs a checkpoint; give its folder or hub name")

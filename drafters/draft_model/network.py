@@ -23,8 +23,7 @@ class DraftModelNetwork(SequentialNetwork):
         num_tokens: ids that both have in common, from 0 on.
 
     Raises:
-        CheckpointError: a model that cannot take tokens back, or that goes by the length of a
-            request.
+        CheckpointError: a model that cannot take tokens back, or goes by a request's length.
     """
 
     def __init__(self, model: Verifier, target: Verifier, num_tokens: int) -> None:

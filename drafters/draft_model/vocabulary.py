@@ -8,12 +8,10 @@ from specdec.base.errors import CheckpointError
 def common_tokens(target: Any, draft: Any) -> int:
     """How many ids, from 0 on, hold all tokens that both tokenizers have under the same id.
 
-    Added tokens may differ: one that the other side does not have is never drafted, or never
-    accepted.
+    Added tokens may differ: one that the other side lacks is never drafted, or accepted.
 
     Raises:
-        CheckpointError: an ordinary token has another id, so the drafts would say something else
-            than they mean.
+        CheckpointError: an ordinary token has another id: drafts would say something else.
     """
     theirs, ours = (
         {id_: token for token, id_ in one.get_vocab().items()} for one in (target, draft)

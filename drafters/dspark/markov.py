@@ -43,8 +43,7 @@ class MarkovConfig(HeadConfig):
         rank: r, width of W1 and W2.
         kind: "vanilla", "gated" or "rnn".
         has_confidence: whether there is a confidence head.
-        confidence_sees_token: whether that one is given W1 of the token before beside the hidden
-            state.
+        confidence_sees_token: whether that one is given W1 of the token before, too.
         draft_top_k: tokens of a slot that are corrected for a chain, those of the highest logits;
             None for the whole vocabulary, as the authors do.
 

@@ -26,8 +26,7 @@ _FORMER_NAMES = {
 
 
 def read_checkpoint(path: str | Path) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """Reads a head from a folder, or from the hub when `path` is an `owner/name` and no such folder
-    exists.
+    """Reads a head from a folder, or from the hub where there is no such folder.
 
     Returns:
         The configuration, and tensors on the CPU in the type of the file: those of `tensor_shapes`,

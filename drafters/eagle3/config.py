@@ -59,8 +59,7 @@ _OF_FLAT_FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """Everything needed to run an EAGLE-3 head (arXiv 2503.01840), or one that drafts in parallel
-    (P-EAGLE).
+    """Everything to run an EAGLE-3 head (arXiv 2503.01840), or a parallel one (P-EAGLE).
 
     Attributes:
         layers: what the decoder layers are like, a config of Llama, Qwen3, or DeepSeek-V3 without
@@ -134,8 +133,7 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
     """Reads the content of `config.json` in either layout.
 
     Raises:
-        CheckpointError: layers that are not supported, or a missing, malformed or contradictory
-            value.
+        CheckpointError: unsupported layers, or a missing, malformed or contradictory value.
     """
     parallel = algorithm_of(raw) == "peagle"
     own, shape = section(raw, "eagle_config"), section(raw, "transformer_layer_config") or raw

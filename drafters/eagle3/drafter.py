@@ -80,8 +80,7 @@ def _say_taps(config: Eagle3Config, verifier: Verifier) -> None:
 
 
 def load_eagle3(path: str | Path | None, *, verifier: Verifier) -> SequentialDrafter:
-    """Loads an EAGLE-3 or P-EAGLE head in sglang's or the speculators layout from a folder or the
-    hub.
+    """Loads an EAGLE-3 or P-EAGLE head in either layout from a folder or the hub.
 
     Raises:
         InvalidInputError: no path.

@@ -57,13 +57,11 @@ class AttentionToBoth(Attention):
 
 class Eagle3Network(SequentialNetwork):
     """An EAGLE-3 head (arXiv 2503.01840): the target's low, middle and high features, projected
-    together, beside the embedding of the next token. Drafted tokens have the head's own output for
-    features.
+    together, beside the next token's embedding. Drafted tokens have the head's own output.
 
     Args:
         config: of the head.
-        tensors: see `drafters.eagle3.checkpoint.read_checkpoint`; on the target's device and in its
-            type.
+        tensors: see `read_checkpoint`; on the target's device and in its type.
         verifier: the target, from which it borrows embeddings or head that it lacks.
 
     Raises:

@@ -44,8 +44,7 @@ def rope_parameters(keys: Keys, default_theta: float) -> dict[str, Any]:
 
 
 def whole_heads(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """RoPE parameters for layers whose modules turn whole heads: those of Llama, Qwen3 and
-    DeepSeek-V3.
+    """RoPE parameters for modules that turn whole heads: Llama's, Qwen3's, DeepSeek-V3's.
 
     A `partial_rotary_factor` says nothing there. Trainers copy it from the target's config, and it
     lowers acceptance where it is obeyed. `rope_dim` does say how many numbers were turned in

@@ -91,8 +91,7 @@ def taps(stated: StatedTaps, num_target_layers: int) -> tuple[int, ...]:
     """Tapped layers of a target of so many, 0-based: those stated, or a low, a middle, a high one.
 
     Converters to speculators' layout copy ids of `eagle_config` as they are, though they do not
-    count the embeddings there (Qwen3-235B's 1, 46, 90). So ids that are the usual layers then mean
-    these.
+    count the embeddings there (Qwen3-235B's 1, 46, 90). So ids of the usual layers mean these.
 
     >>> taps(StatedTaps((0, 45, 89), unsure=True), 94), taps(StatedTaps((0, 45, 89)), 94)
     ((1, 46, 90), (0, 45, 89))

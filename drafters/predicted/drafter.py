@@ -1,5 +1,4 @@
-"""Predicted outputs: a request may say what its output will be like, and has drafts copied from
-that.
+"""Predicted outputs: drafts copied from what a request says its output will be like.
 
 Files that are edited are mostly as they were. So the text is followed as far as it goes, and found
 again behind each edit (`alignment`). Whichever drafter an engine has, drafts beside it, as in any
@@ -165,8 +164,7 @@ class BoundCopier(BoundDrafter):
 class BoundPredicted(BoundComposed):
     """A run's drafter and predictions beside it, for batches in which a request has one.
 
-    Requests are begun, prefilled and forgotten by the drafter itself, which also serves all other
-    batches.
+    The drafter itself begins, prefills and forgets requests, and serves all other batches.
 
     Args:
         drafter, bound: of the run.

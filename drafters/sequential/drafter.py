@@ -5,8 +5,7 @@ Of committed tokens the network's cache holds rows made of the target's own feat
 step adds wait in a ring, and the next `propose` begins with one forward over the rows that the
 cache lacks; the last of them predicts the first draft. A forward of one row for each further draft
 follows. Their rows are made of the network's own features, and the next step makes those of
-accepted drafts anew: the first forward takes hardly longer for them, and nobody has to know which
-were right.
+accepted drafts anew: the first forward takes hardly longer for them.
 """
 
 from collections.abc import Sequence
@@ -190,8 +189,7 @@ class BoundSequential(TokenByToken):
     ) -> Tensor:
         """Writes the rows from `_due` to `last`, and behind them those of masks.
 
-        Rows that the cache has, which may be shared by other requests, and rows past the last go to
-        the null block.
+        Rows that the cache has, which may be shared, and rows past the last go to the null block.
 
         Args:
             batch: the step.

@@ -82,8 +82,7 @@ def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
 
 
 def weigh(continuations: Tensor, lengths: Tensor) -> Weighed:
-    """How much each continuation counts in a tree: the longer and later a match, the more its own
-    weighs.
+    """How much continuations count in a tree: more, the longer and later the match.
 
     Args:
         continuations, lengths: see `best_chain`.

@@ -48,10 +48,8 @@ class SuffixDrafter(Drafter):
     Args:
         max_draft_tokens: largest k.
         longest: most tokens of a match that are looked at, and for which one is trusted.
-        shortest: tokens of a match that counts. A short one costs nothing: the step has k rows
-            either way.
-        occurrences: of which a chain is the best; 1 takes the longest match, the latest of equal
-            ones.
+        shortest: tokens of a match that counts. A short one costs nothing.
+        occurrences: of which a chain is the best; 1 takes the longest, latest match.
         pool_tokens: of past outputs that are kept for all requests; 0 keeps none.
 
     Raises:

@@ -14,14 +14,12 @@ _BEFORE_THE_TEXT = -2  # in an end that is shorter than what is compared; equal 
 
 
 class Matches(NamedTuple):
-    """Occurrences of a text's end, the longest first as far as `find` compares, and of equal ones
-    the latest.
+    """Occurrences of a text's end, the longest first as `find` compares, then the latest.
 
     Attributes:
         ends: int64 [num_reqs, C], place of the last token of each; before the text's last token
             where there is no match.
-        lengths: int64 [num_reqs, C], how many tokens up to there are the same; 0 where there is no
-            match.
+        lengths: int64 [num_reqs, C], how many tokens up to there are the same, or 0.
     """
 
     ends: Tensor
@@ -145,8 +143,7 @@ def continued(texts: Tensor, first: int, last: Tensor, ends: Tensor, count: int)
     overlapping copy does in LZ77.
 
     Args:
-        texts: int32 [num_reqs, width], past texts, each with `NOTHING` behind it, and then the
-            request's own.
+        texts: int32 [num_reqs, width], past texts with `NOTHING` behind each, then its own.
         first: where that begins.
         last: int64 [num_reqs, 1], the place of its last token.
         ends: int64 [num_reqs, C], of the matches.

@@ -1,8 +1,7 @@
 """Searching and choosing on our kernels where they run, and in plain torch (`matches`, `choice`)
 elsewhere, with equal results.
 
-On a GPU plain torch takes dozens of small kernels for it, whose launches cost more than what they
-do.
+On a GPU plain torch takes dozens of small kernels for it, and their launches longest.
 """
 
 import torch

@@ -74,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `specdec train`; 0 when the stages are complete, 1 when they were stopped as asked and
-    can go on.
+    """Runs `specdec train`; 0 when stages are complete, 1 when they were stopped as asked.
 
     Raises:
         SpecDecError: see `drafters.training.stages.run_stages`.

@@ -410,8 +410,7 @@ def build_config(
     """The run that a config file and flags describe; flags win, and the file over a recipe.
 
     Raises:
-        InvalidInputError: an unreadable file, an unknown key, or a value of the wrong type or out
-            of range.
+        InvalidInputError: an unreadable file, an unknown key, or a value that is wrong.
     """
     kinds = kinds_of(TrainConfig)
     values = {**(_read_file(recipe) if recipe else {}), **(_read_file(Path(file)) if file else {})}

@@ -1,5 +1,4 @@
-"""The last stage: export, and the check that the drafter does in the engine what training says it
-does.
+"""The last stage: export, and the check that the drafter does in the engine as in training.
 
 The exported folder is loaded as any user would load it and answers the held-out prompts in the real
 engine: greedily, in chains and
@@ -75,8 +74,7 @@ class Agreement:
 
 
 def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
-    """Writes the drafter in both layouts, if both know its kind and nobody misreads it, over an
-    earlier export.
+    """Writes the drafter in both layouts, if both know its kind, over an earlier export.
 
     Tied tables are kept so in the first layout; the second one has them whole.
 

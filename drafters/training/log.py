@@ -26,8 +26,7 @@ class TrainLog:
 
     Args:
         folder: where `log.csv` and `curves.png` go.
-        last_step: rows after this step belong to a run that was killed before it could save, and
-            are dropped.
+        last_step: rows after it belong to a run that was killed unsaved, and are dropped.
         quiet: no file and no screen, for all processes but the first.
     """
 

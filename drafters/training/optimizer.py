@@ -98,8 +98,7 @@ class MasterOptimizer:
                 kept += gradient
 
     def step(self, weight_sum: Tensor, factor: float) -> Tensor:
-        """Updates the weights with the mean gradient, the sums divided by the sum of the loss
-        weights.
+        """Updates the weights with the mean gradient: sums divided by the loss weights' sum.
 
         Args:
             weight_sum: float32 scalar, of this process.

@@ -46,8 +46,7 @@ def load_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
 
 @torch.no_grad()
 def load_weights(model: DFlashModel, state: dict[str, Any]) -> None:
-    """Copies the float32 weights of a saved state, or their running mean, into a model of the same
-    configuration.
+    """Copies a saved state's weights, or their running mean, into a model of the same kind.
 
     Raises:
         CheckpointError: the saved run trained another drafter.

@@ -16,8 +16,7 @@ class Target:
     """A loaded target in training.
 
     It takes the model over: layers above the deepest tap are dropped unless the target's
-    distribution is needed, and attention is no longer paged, except in what the decoder stack alone
-    can run.
+    distribution is needed; attention is no longer paged, except on the decoder stack.
 
     Args:
         verifier: as `specdec.base.registry.VERIFIERS` loads it.

@@ -34,8 +34,7 @@ _MASK = "mask_embedding.pt"
 
 
 def read_checkpoint(path: str | Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """Reads a drafter from a folder, or from the hub when `path` is an `owner/name` and no such
-    folder exists.
+    """Reads a drafter from a folder, or from the hub where there is no such folder.
 
     Returns:
         The configuration, and tensors on the CPU in the type of the file under their z-lab names:
@@ -82,8 +81,7 @@ def write_checkpoint(
         dtype: floating-point type on disk; None keeps that of `fc.weight`.
 
     Raises:
-        CheckpointError: incomplete tensors, a configuration that the layout cannot express, or a
-            taken path.
+        CheckpointError: incomplete tensors, what the layout cannot express, a taken path.
         CapacityError, InvalidInputError: it cannot be written.
     """
     require(

@@ -55,14 +55,11 @@ class DFlashConfig:
         target_hidden_size: width of one tap when it differs from `hidden_size`.
         verifier_name, verifier_architectures: the target it was trained for, when stated.
         conv_kernel_size, conv_group_size: rows that the convolutions around sublayers mix, and
-            channels that share the changing part of their kernels (DFlash 2); both None without
-            convolutions.
+            channels that share the changing part of their kernels (DFlash 2); or both None.
         interleaved: RoPE turns neighboring numbers of a head instead of halves (LFM2.5).
-        attention_sinks: every head has a learned logit that joins the softmax and attends to
-            nothing (MiMo).
+        attention_sinks: heads have a learned logit that joins the softmax alone (MiMo).
         attention_value_scale: factor of values (MiMo).
-        attention_gate: attention's output is scaled by the softplus of gates (Laguna); None without
-            gates.
+        attention_gate: attention's output is scaled by the softplus of gates (Laguna); or None.
         tap_norms: every tap has a norm of its own before they are joined (Laguna, Kimi K3).
         norms_context: layers norm the context with the norm of their own rows (Laguna).
         mixes_taps: every draft layer has its own mixture of the taps instead of `fc`, and projects

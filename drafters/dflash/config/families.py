@@ -53,8 +53,7 @@ class Family:
         )
 
     def gate(self, keys: Keys) -> AttentionGate | None:
-        """The gate of attention's output, as Laguna's `gating` says; its absence means one for each
-        head.
+        """The gate of attention's output, as Laguna's `gating` says; unsaid, one for each head.
 
         Raises:
             CheckpointError: another kind.

@@ -162,8 +162,7 @@ def _or(value: T | None, default: T) -> T:
 
 
 def _embedding_scale(raw: Mapping[str, Any], keys: Keys) -> float | None:
-    """Factor of raw embedding rows; None for the target's own, as our key says where no number
-    does.
+    """Factor of raw embedding rows; None for the target's own, if our key says so.
 
     Where nothing is stated, speculators means 1, since it trains on a plain table, and z-lab's
     DFlash the target's own.
@@ -245,8 +244,7 @@ def _layer_kinds(
     A stated `is_causal`, `causal` or JetSpec's `causal_head` holds for all layers. Otherwise full
     layers are bidirectional inside the block, and sliding layers are causal unless
     `sliding_window_non_causal` says that they are not. `use_swa` slides all layers where
-    `layer_types` names none, and they are not causal for that. `non_causal` holds where nothing is
-    said.
+    `layer_types` names none, and they are not causal for that. `non_causal` is the default.
     """
     stated_window = _or(keys.find("swa_window_size"), keys.find("sliding_window"))
     kinds = keys.find("layer_types")

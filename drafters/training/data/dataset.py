@@ -75,8 +75,7 @@ class AnswerSet:
         device: where their tokens live, as int32.
         max_length: longer sequences are left out.
         bucket: batches are padded to a multiple of this many tokens.
-        mask_token_id: sequences that hold it are left out: the drafter could not tell it from a
-            word.
+        mask_token_id: sequences that hold it are left out: it could not be told from a word.
 
     Attributes:
         lengths: tokens of each sequence.

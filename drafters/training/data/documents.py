@@ -193,8 +193,7 @@ def answers_of(config: TrainConfig, split: str) -> list[Answer]:
 
 
 def write_documents(config: TrainConfig, decode: Callable[[Sequence[int]], str]) -> None:
-    """Writes the prompts, unless they are there, once all other answers of the run are; each occurs
-    once.
+    """Writes the prompts, each once, unless they are there, once other answers are.
 
     Args:
         config: the run.

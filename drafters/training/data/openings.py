@@ -1,8 +1,7 @@
 """How users begin: openings of prompts of many kinds, which the target itself goes on with.
 
 What a target writes from nothing is mostly what it was asked most. Openings bring in kinds that are
-served, too: code, lists, rewriting, summaries, translation, questions on a given text, chat, word
-problems.
+served, too: code, lists, rewriting, summaries, translation, questions on a text, chat, sums.
 """
 
 from collections.abc import Sequence

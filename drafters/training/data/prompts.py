@@ -23,8 +23,7 @@ class TrainingPrompt:
         messages: a chat up to the user's first turn.
         later: further turns of the user, asked behind the target's own answers.
         token_ids: the prompt in place of messages, where it came as tokens.
-        answer: worked answer of the file, shown in few-shot prompts only; the target writes what is
-            trained on.
+        answer: worked answer of the file, for few-shot prompts; not what is trained on.
         few_shot: ask as the continuation of worked examples instead of in the chat template.
     """
 
@@ -103,8 +102,7 @@ def read_prompts(name: str) -> list[TrainingPrompt]:
     anything are left out.
 
     Raises:
-        InvalidInputError: it cannot be read, holds no prompt or a malformed one, or is a test split
-            by its name.
+        InvalidInputError: it cannot be read, holds no or bad prompts, or is a test split.
     """
     found = [prompt for place, row in read_rows(name) if (prompt := _prompt(row, place))]
     if not found:
@@ -148,11 +146,9 @@ def few_shot_text(examples: Sequence[TrainingPrompt], question: str) -> str:
 
 
 def vary(prompt: TrainingPrompt, random: Random, version: int) -> TrainingPrompt:
-    """The same question with other whole numbers and other first names; its answer no longer fits,
-    so it has none.
+    """The same question with other whole numbers and first names, and without its answer.
 
-    A number or name that occurs twice changes the same way twice. Decimals, times and fractions
-    stay.
+    What occurs twice changes the same way twice. Decimals, times and fractions stay.
     """
     names: dict[str, str] = {}
     unused = random.sample(FIRST_NAMES, len(FIRST_NAMES))

@@ -1,5 +1,4 @@
-"""Prompts that the target writes itself: given the beginning of a user's turn, it goes on as a user
-would.
+"""Prompts that the target writes itself: it goes on with a user's turn as users would.
 
 The method is Magpie's (Xu et al., arXiv 2406.08464). It needs no data, and reaches whatever the
 target was taught to answer. Some turns are begun for it (`drafters.training.data.openings`).
@@ -47,8 +46,7 @@ def write_self_prompts(
     arguments and result.
 
     Raises:
-        InvalidInputError: the target has no chat template, or the folder holds prompts of other
-            settings.
+        InvalidInputError: no chat template, or the folder holds prompts of other settings.
         CapacityError: the disk is full; finished files are kept.
         SpecDecError: the target fails.
     """
@@ -120,8 +118,7 @@ def read_self_prompts(config: TrainConfig) -> list[str]:
 
 
 def user_turn(source: Source) -> tuple[list[int], tuple[int, ...]]:
-    """Token ids that come before a user's first words in the target's chat template, and those that
-    can end them.
+    """Token ids before a user's first words in the chat template, and those behind them.
 
     Raises:
         InvalidInputError: there is no template, or it leaves the user's words out.

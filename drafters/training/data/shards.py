@@ -1,8 +1,7 @@
 """Files of records that a stage fills through the engine; each appears whole or not at all, so a
 killed stage goes on.
 
-Requests of all files flow through the engine without a pause in between, so that the batch stays
-full.
+Requests of all files flow through the engine without a pause, so that the batch stays full.
 """
 
 import gzip

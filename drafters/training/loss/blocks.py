@@ -59,8 +59,7 @@ class Blocks:
 
     Attributes:
         anchors: int64 [S, N], position of the anchor; 0 in a block that is not valid.
-        labels: int64 [S, N, K], the answer's token for every predicting row, anything where `valid`
-            is False.
+        labels: int64 [S, N, K], the answer's token for predicting rows, anything if not `valid`.
         previous: int64 [S, N, K], the token before that: the anchor's for the first row.
         valid: bool [S, N, K].
     """
@@ -72,8 +71,7 @@ class Blocks:
 
 
 def sample_anchors(batch: SequenceBatch, count: int, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Answer positions that have an answer token after them, those with the highest scores, in
-    order.
+    """Answer positions before other answer tokens, those with the highest scores, in order.
 
     Args:
         batch: the sequences.
@@ -81,8 +79,7 @@ def sample_anchors(batch: SequenceBatch, count: int, scores: Tensor) -> tuple[Te
         scores: float32 [S, T] in [0, 1), random.
 
     Returns:
-        Positions int64 [S, N] and whether each is one, bool: a short answer has fewer, and the rest
-        are 0.
+        Positions int64 [S, N], 0 where a short answer has fewer, and whether each is one.
     """
     length = batch.token_ids.shape[1]
     positions = torch.arange(length, device=batch.token_ids.device)

@@ -1,5 +1,4 @@
-"""Fitting the weights of q and of the shared noise (`drafters.dflash.coupling`) to what a target
-chose.
+"""Fitting the weights of q and of the noise (`drafters.dflash.coupling`) to a target's choice.
 
 The target's answers were drawn with noise that their seeds give back. So of every anchor it is
 known what the drafter would have chosen by, and what the target chose: a conditional logit per

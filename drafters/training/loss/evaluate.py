@@ -1,5 +1,4 @@
-"""tau without the engine: the drafts of every anchor at once, then the walk that a live run would
-take over them.
+"""tau without the engine: drafts of every anchor, then the walk of a live run over them.
 
 Live anchors are not spread evenly over an answer: each follows a rejection or a fully accepted
 block. So the answer is walked from its first token, each step jumping by the drafts it accepted and
@@ -46,8 +45,7 @@ class ReplayResult:
         temperatures: of each answer; 0 is greedy.
         num_emitted: per answer, tokens output after the first one.
         num_steps: per answer, the verify steps that takes with blocks of each shape, and lastly if
-            every path through the candidates were tried: no head that chooses among them can do
-            better.
+            every path through the candidates were tried: no head among them does better.
         row_rates: share of all anchors of greedy answers whose drafts match up to row 1, 2, ...; an
             anchor near the end of the answer counts for the rows it has.
         recall: share of the rows of greedy answers whose earlier rows hold the answer's tokens
@@ -73,13 +71,11 @@ class ReplayResult:
         }
 
     def tau(self, shape: BlockShape | None = None, *, sampled: bool = False) -> float:
-        """Tokens per verify step, pooled over the greedy answers or over the sampled ones, of which
-        there are some.
+        """Tokens per verify step, pooled over the greedy answers or over the sampled ones.
 
         Args:
             shape: of the blocks; None is the chain.
-            sampled: over the answers that were drawn, by drafts that were chosen with the noise of
-                the target.
+            sampled: over answers that were drawn, by drafts chosen with the target's noise.
         """
         return self._tau(0 if shape is None else self.shapes.index(shape), sampled)
 
@@ -93,8 +89,7 @@ def walk(matches: Sequence[int]) -> int:
     """Verify steps that a run takes.
 
     Args:
-        matches: for every token of the answer but the last, the number of drafts accepted when it
-            is the anchor.
+        matches: of every token of the answer but the last, drafts accepted behind it.
 
     >>> walk([2, 0, 0, 1, 0])  # 0 -> 3 -> 5
     2

@@ -30,12 +30,10 @@ class LossConfig:
             the total variation between both, of -log(1 - total variation), the probability that
             rejection sampling accepts.
         head_loss: what a head that corrects candidates alone learns: to choose among them
-            ("candidates"), or to correct all tokens ("vocabulary"), as a head without candidates
-            does.
+            ("candidates"), or to correct all tokens ("vocabulary"), as others do.
         selector: factor of the cross-entropy among the candidates, where a head learns that.
         confidence: of a confidence's binary cross-entropy with what the target would accept.
-        base_until: share of the run over which the loss moves from the logits without the head to
-            those with it.
+        base_until: share of the run over which the loss moves to the logits with the head.
         base_share: share of the loss that stays with the logits without the head.
     """
 
@@ -140,8 +138,7 @@ def block_loss(
 
 class _ChunkedLoss(torch.autograd.Function):
     """Computes gradients beside the loss, chunk by chunk, so that a chunk's logits can go at once:
-    those of the hidden states, and of the weights that `step` reads, summed over the chunks in
-    float32.
+    those of the hidden states, and of the weights that `step` reads, summed in float32.
     """
 
     @staticmethod
@@ -218,8 +215,7 @@ class ChunkedLoss:
         teacher_hidden: Tensor | None = None,
         context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums of the losses and of their weights, and bool [n, K] whether a row's best token is
-        its label.
+        """Sums of losses and weights, and bool [n, K] whether a row's best token is its label.
 
         Args:
             hidden: [n, K, H], final hidden states of the drafter; see `Slots.of` of

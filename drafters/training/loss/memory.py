@@ -29,8 +29,7 @@ class Memory:
         target: its weights.
         weights: the drafter's, and their gradients; of those that are sharded, two layers' and one
             layer's gradients, twice, as they are summed.
-        optimizer: float32 copies, their gradients, moments and running mean, of this process's
-            share.
+        optimizer: float32 copies, gradients, moments and running mean of this process.
         activations: what the backward pass needs of the drafter's layers, without compilation.
         logits: of `loss_rows` rows.
     """

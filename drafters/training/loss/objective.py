@@ -25,8 +25,7 @@ class Objective:
         to_logits: the frozen output head of the drafter.
         config: what is minimized.
         head: the drafter's, trained with it; None without one.
-        teacher: the output head of the target, with all the target does to its logits; for
-            distillation.
+        teacher: the target's output head with all it does to logits; for distillation.
         columns: int64 [draft_vocab_size], the target's token of each that the drafter has; None
             where they are the same.
 
@@ -70,8 +69,7 @@ class Objective:
         teacher_hidden: Tensor | None,
         context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum of the weighted losses, sum of the weights, and bool [n, K], as `block_loss` gives
-        them.
+        """Sums of weighted losses and of weights, and bool [n, K], as of `block_loss`.
 
         Args:
             hidden: [n, K, H], or [n, B, H] for a refiner, see `Slots.of`.

@@ -34,8 +34,7 @@ def most_frequent(answers: AnswerSet, count: int, vocab_size: int) -> tuple[Tens
 
 @torch.no_grad()
 def give_vocabulary(model: DFlashModel, verifier: Verifier, tokens: Tensor) -> None:
-    """Gives a drafter these tokens int64 [draft_vocab_size] to draft, and their rows of the
-    target's head.
+    """Gives a drafter these tokens int64 [draft_vocab_size], and the head's rows of them.
 
     Raises:
         InvalidInputError: the target's head adds a bias.
