@@ -54,22 +54,15 @@ class DraftModel(SequentialDrafter):
 class BoundDraftModel(BoundSequential):
     """A `DraftModel` in one engine; it drafts nothing beyond the length it was made for."""
 
-    def __init__(
-        self,
-        drafter: DraftModel,
-        caches: Sequence[Any],
-        max_num_seqs: int,
-        draft_sampling: DraftSampling,
-    ) -> None:
-        super().__init__(drafter, caches, max_num_seqs, draft_sampling)
-        self._longest = drafter.longest
+    drafter: DraftModel
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts a chain or a tree, one token after another."""
         output = super().propose(batch)
-        if batch.max_seq_len <= self._longest:
+        longest = self.drafter.longest
+        if batch.max_seq_len <= longest:
             return output
-        room = self._longest - batch.seq_lens
+        room = longest - batch.seq_lens
         num_drafts = (
             (room >= batch.shape.depth) * batch.k if batch.shape.is_tree else room.clamp(0, batch.k)
         )

@@ -115,7 +115,7 @@ class BoundSequential(TokenByToken):
         draft_sampling: DraftSampling,
     ) -> None:
         super().__init__(drafter.network, caches, draft_sampling)
-        self._ahead = drafter.tokens_ahead
+        self.drafter, self._ahead = drafter, drafter.tokens_ahead
         target = drafter.verifier
         device, self._dtype = target.device, target.dtype
         self._due = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)

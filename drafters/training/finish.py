@@ -20,7 +20,7 @@ from drafters.dflash.config.layout import Layout
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.tied import checkpoint_names, expanded
 from drafters.training.config import TrainConfig
-from drafters.training.data.answers import FEW_SHOT_STOP
+from drafters.training.data.answers import sampling_of
 from drafters.training.data.dataset import Answer
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
@@ -28,7 +28,6 @@ from specdec.base.errors import CheckpointError, SpecDecError
 from specdec.base.metrics import pooled
 from specdec.base.writing import remove, write_text
 from specdec.model.core import Verifier
-from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 
 LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-speculators"}
@@ -131,9 +130,10 @@ def engine_run(
         attention=config.attention,
         engine=engine,
     )
+    params = [sampling_of(config, a.temperature, a.seed, a.few_shot) for a in answers]
     handles = [
-        decoder.session.submit(list(answer.prompt_ids), sampling_of(config, answer))
-        for answer in answers
+        decoder.session.submit(list(answer.prompt_ids), how)
+        for answer, how in zip(answers, params, strict=True)
     ]
     results = [handle.result() for handle in handles]
     failed = next((result.error for result in results if result.error), None)
@@ -144,17 +144,6 @@ def engine_run(
         for answer, result in zip(answers, results, strict=True)
     ]
     return pooled(result.stats for result in results).tau, answered
-
-
-def sampling_of(config: TrainConfig, answer: Answer) -> SamplingParams:
-    """How an answer is drawn again."""
-    return SamplingParams(
-        max_tokens=config.max_tokens,
-        temperature=answer.temperature,
-        top_p=config.top_p if answer.temperature > 0 else 1.0,
-        seed=answer.seed,
-        stop=(FEW_SHOT_STOP,) if answer.few_shot else (),
-    )
 
 
 def write_report(

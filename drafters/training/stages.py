@@ -9,6 +9,7 @@ import torch
 from torch import distributed as dist
 
 from drafters.dflash.config.config_json import misreading
+from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.data.answers import write_answers
 from drafters.training.data.dataset import Answer, AnswerSet
@@ -149,15 +150,10 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
         distribution=config.uses_teacher,
         compile=config.compile,
     )
-    mask = model.config.mask_token_id
-    train = AnswerSet(
-        answers_of(config, "train"),
-        device=device,
-        max_length=config.max_length,
-        bucket=config.bucket,
-        mask_token_id=mask,
-    )
-    heldout = _heldout_set(config, verifier, answers_of(config, "heldout"), mask)
+    train = answer_set(config, model, answers_of(config, "train"), device, config.max_length)
+    # long ones included: the engine has to draft for them too
+    longest = verifier.max_model_len
+    heldout = answer_set(config, model, answers_of(config, "heldout"), device, longest)
     if config.init is None and (count := model.config.draft_vocab_size) is not None:
         tokens, share = most_frequent(train, count, verifier.vocab_size)
         give_vocabulary(model, verifier, tokens)
@@ -221,7 +217,7 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
     agreements = {}
     for answers, shape in (run for run in runs if run[0]):
         tau, answered = engine_run(config, folder, answers, shape)
-        heldout = _heldout_set(config, verifier, answered, model.config.mask_token_id)
+        heldout = answer_set(config, model, answered, verifier.device, verifier.max_model_len)
         name = f"{'sampled ' * (answers is drawn)}{shape}"
         replayed = replay(model, target, heldout, config).tau(shape, sampled=answers is drawn)
         same = sum(
@@ -246,11 +242,8 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         agreement.check(config.tolerance, name)
     if note := misreading(model.config, "speculators"):
         say(f"finish: not written in the layout of speculators: {note}")
-    others = [
-        str(path)
-        for name in LAYOUTS.values()
-        if (path := config.folder / name) != folder and path.exists()
-    ]
+    paths = [config.folder / name for name in LAYOUTS.values()]
+    others = [str(path) for path in paths if path != folder and path.exists()]
     say(
         f"finish: the drafter is {' and, for other programs, '.join([str(folder), *others])};"
         f" figures: {report}"
@@ -261,28 +254,23 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
 def load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
     """The target in a form of its own: training may change its attention and drop layers."""
     load = resolve(VERIFIERS, "hf", "verifier")
-    verifier, tokenizer = load(
-        config.model,
-        device=device,
-        dtype=resolve_dtype(config.dtype, device),
-        attention=config.attention,
-        fuse=False,
-        generation_config=None,
-    )
+    where = {"device": device, "dtype": resolve_dtype(config.dtype, device)}
+    options = {"attention": config.attention, "fuse": False, "generation_config": None}
+    verifier, tokenizer = load(config.model, **where, **options)
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
     return verifier, tokenizer
 
 
-def _heldout_set(
-    config: TrainConfig, verifier: Any, answers: list[Answer], mask_token_id: int
+def answer_set(
+    config: TrainConfig,
+    model: DFlashModel,
+    answers: list[Answer],
+    device: torch.device,
+    max_length: int,
 ) -> AnswerSet:
-    """Held-out answers, long ones included: the engine has to draft for them too."""
-    longest = verifier.max_model_len
+    """Answers of at most `max_length` tokens, prompt included, without the drafter's mask."""
+    mask, bucket = model.config.mask_token_id, config.bucket
     return AnswerSet(
-        answers,
-        device=verifier.device,
-        max_length=longest,
-        bucket=config.bucket,
-        mask_token_id=mask_token_id,
+        answers, device=device, max_length=max_length, bucket=bucket, mask_token_id=mask
     )

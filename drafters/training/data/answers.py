@@ -34,6 +34,19 @@ _SETTINGS = (
 )  # fmt: skip
 
 
+def sampling_of(
+    config: TrainConfig, temperature: float, seed: int, few_shot: bool
+) -> SamplingParams:
+    """How an answer is drawn, and drawn again."""
+    return SamplingParams(
+        max_tokens=config.max_tokens,
+        temperature=temperature,
+        top_p=config.top_p if temperature > 0 else 1.0,
+        seed=seed,
+        stop=(FEW_SHOT_STOP,) if few_shot else (),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One answer to be written.
@@ -163,11 +176,9 @@ class _Writer:
         # A token is at least one byte, so only prompts with many bytes need a look.
         for job in (job for jobs in shards.values() for job in jobs):
             prompt = job.prompt
-            texts = (
-                [self._few_shot_text(prompt)]
-                if prompt.few_shot
-                else [text for _, text in prompt.messages]
-            )
+            texts = [text for _, text in prompt.messages]
+            if prompt.few_shot:
+                texts = [self._few_shot_text(prompt)]
             if sum(len(text.encode()) for text in texts) + TEMPLATE_BYTES > self.limit:
                 self._fits(job, self._tokenize(job))
 
@@ -177,15 +188,8 @@ class _Writer:
         if not self._fits(job, prompt_ids):
             self.num_skipped += 1
             return None
-        stop = (FEW_SHOT_STOP,) if job.prompt.few_shot else ()
-        sampling = SamplingParams(
-            max_tokens=self.config.max_tokens,
-            temperature=job.temperature,
-            top_p=self.config.top_p if job.temperature > 0 else 1.0,
-            seed=job.seed,
-            stop=stop,
-        )
-        return prompt_ids, sampling
+        how = job.temperature, job.seed, job.prompt.few_shot
+        return prompt_ids, sampling_of(self.config, *how)
 
     def _fits(self, job: Job, prompt_ids: list[int]) -> bool:
         """Whether the target can answer the prompt with 2 tokens at least."""
@@ -225,13 +229,11 @@ class _Writer:
             return tokenized(self.source, job.messages)
         # a prompt's answers come one after the other
         if self._last is None or self._last[0] is not prompt:
-            text = self._few_shot_text(prompt) if prompt.few_shot else None
-            self._last = (
-                prompt,
-                tokenized(self.source, job.messages)
-                if text is None
-                else self.source.tokenize(text),
-            )
+            if prompt.few_shot:
+                ids = self.source.tokenize(self._few_shot_text(prompt))
+            else:
+                ids = tokenized(self.source, job.messages)
+            self._last = prompt, ids
         return list(self._last[1])
 
     def _few_shot_text(self, prompt: TrainingPrompt) -> str:

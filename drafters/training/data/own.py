@@ -1,9 +1,6 @@
 """Answers that the target gave elsewhere, trained on as they are: conversations or tokens."""
 
-import gzip
-import json
 from collections.abc import Sequence
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from random import Random
@@ -12,10 +9,9 @@ from typing import Any
 from drafters.training.config import TrainConfig
 from drafters.training.data.prompts import PromptSet, TrainingPrompt
 from drafters.training.data.rows import Messages, Row, conversation, read_rows
-from drafters.training.data.shards import Say
+from drafters.training.data.shards import Say, write_shard
 from drafters.training.data.source import Source
 from specdec.base.errors import InvalidInputError
-from specdec.base.writing import write_atomically
 from specdec.session.decoder import SpecDecoder
 
 TOKENS, MASK = "input_ids", "loss_mask"
@@ -53,9 +49,7 @@ def write_own(source: Source, folder: Path, shards: dict[str, Sequence[Own]], sa
     """Writes rows as files of records, each whole or not at all."""
     for name, rows in shards.items():
         records = [record for place, row in rows for record in _records(source, place, row)]
-        text = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in records)
-        content = gzip.compress(text.encode(), compresslevel=3, mtime=0)
-        write_atomically(folder / name, partial(Path.write_bytes, data=content))
+        write_shard(folder / name, records)
         say(f"answers: {len(rows):,} rows of your own are in {name}")
 
 
@@ -135,13 +129,8 @@ def _prompt(place: str, row: Row) -> TrainingPrompt:
 
 
 def _records(source: Source, place: str, row: Row) -> list[Row]:
-    about = {
-        "source": place,
-        "template": "chat",
-        "temperature": 0.0,
-        "seed": 0,
-        "finish_reason": "own",
-    }
+    about = {"source": place, "template": "chat", "temperature": 0.0, "seed": 0}
+    about["finish_reason"] = "own"
     if TOKENS in row:
         if max(row[TOKENS]) >= len(source.tokenizer):
             raise InvalidInputError(

@@ -140,9 +140,7 @@ def fill_shards(
             journal = journals.pop(name)
             entries = [journal.get(str(index)) for index in range(len(shards[name]))]
             rows = [row for entry in entries if entry for row in entry["rows"]]
-            text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
-            content = gzip.compress(text.encode(), compresslevel=3, mtime=0)
-            write_atomically(folder / name, partial(Path.write_bytes, data=content))
+            write_shard(folder / name, rows)
             remove(_journal(folder, name))
             progress.tell()
 
@@ -214,6 +212,13 @@ class _Progress:
         self._say(
             f"{self._title}: {self._done:,} of {self.total:,}, {speed}, {left:.1f} minutes left"
         )
+
+
+def write_shard(path: Path, rows: Sequence[Row]) -> None:
+    """Writes a file of records, whole or not at all."""
+    text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    content = gzip.compress(text.encode(), compresslevel=3, mtime=0)
+    write_atomically(path, partial(Path.write_bytes, data=content))
 
 
 def read_shard(

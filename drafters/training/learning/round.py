@@ -11,11 +11,10 @@ import torch
 from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.tied import checkpoint_names
 from drafters.training.config import TrainConfig
-from drafters.training.data.dataset import Answer, AnswerSet
 from drafters.training.learning.served import read_served, split
 from drafters.training.learning.verdict import Verdict, compared
 from drafters.training.shape import make_drafter
-from drafters.training.stages import load_target, say
+from drafters.training.stages import answer_set, load_target, say
 from drafters.training.state import STATE_FILE
 from drafters.training.target import Target
 from drafters.training.trainer import Trainer
@@ -52,16 +51,11 @@ def learn(config: TrainConfig) -> bool:
     model.config = replace(model.config, coupling=read_checkpoint(config.init)[0].coupling)
     target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher)
 
-    def answer_set(some: list[Answer]) -> AnswerSet:
-        return AnswerSet(
-            some,
-            device=verifier.device,
-            max_length=config.max_length,
-            bucket=config.bucket,
-            mask_token_id=model.config.mask_token_id,
-        )
-
-    trainer = Trainer(config, model, target, answer_set(trained), answer_set(heldout))
+    sets = (
+        answer_set(config, model, some, verifier.device, config.max_length)
+        for some in (trained, heldout)
+    )
+    trainer = Trainer(config, model, target, *sets)
     say(f"learn: {len(trainer.train)} requests, and {len(trainer.heldout)} newer ones held out")
     if not trainer.run():
         return False
