@@ -261,12 +261,8 @@ def check_way(quantize: str | None) -> None:
 
 @torch.no_grad()
 def quantized_weights(model: PreTrainedModel, quantize: str) -> Weights:
-    """The model's weights, of which it keeps none of those that are packed: all linear layers and
-    experts of its layers.
-
-    Args:
-        model: whose family our own layers run.
-        quantize: one of `verifiers.weights.quantize.WAYS`.
+    """Weights of a model that our own layers run, of which it keeps none of those that are packed:
+    all linear layers and experts of its layers, in one of `verifiers.weights.quantize.WAYS`.
     """
     weights = Weights.of_model(model)
     linear = {

@@ -59,13 +59,8 @@ def load_model(
 def model_of(
     config: PreTrainedConfig, weights: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The model from weights that have been read, so that transformers need not know how the
-    checkpoint stores them.
-
-    Args:
-        config: of the text model.
-        weights: in plain numbers, by transformers' names.
-        dtype: of the model.
+    """The text model from weights that have been read, in plain numbers, so that transformers need
+    not know how the checkpoint stores them.
 
     Raises:
         UnsupportedModelError: transformers has the text model without a head alone.

@@ -49,10 +49,6 @@ HEADS = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads"})
 def check_supported(name: str, config: PreTrainedConfig) -> None:
     """Refuses a model that cannot be a target.
 
-    Args:
-        name: how the user called the model.
-        config: its config.
-
     Raises:
         UnsupportedModelError: naming the model, its type and every reason.
     """

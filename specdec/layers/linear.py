@@ -63,12 +63,7 @@ class Linear(ABC):
 
 
 class DenseLinear(Linear):
-    """A weight as it is.
-
-    Args:
-        weight: [out, in].
-        bias: [out], or None.
-    """
+    """A weight [out, in] as it is."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias, self.dtype = weight, bias, weight.dtype

@@ -57,12 +57,7 @@ class SummedLinear(Linear):
 
 class GatheredLinear(Linear):
     """A projection whose outputs are divided evenly, with padding on the last rank: every rank gets
-    them all, in order.
-
-    Args:
-        part: this rank's.
-        group: the ranks.
-        out_features: outputs of all ranks, without padding.
+    them all, in order, without the padding.
     """
 
     def __init__(self, part: Linear, group: Group, out_features: int) -> None:

@@ -30,11 +30,10 @@ class ScratchCache:
     def __init__(
         self, verifier: Verifier, lengths: Sequence[int], specs: Sequence[LayerSpec] | None = None
     ) -> None:
-        attention = verifier.attention.spec
-        rule = verifier.length_rule
-        self._rope_lens = (
-            None if rule is None else [rule.rope_len(length, length + 1) for length in lengths]
-        )
+        attention, rule = verifier.attention.spec, verifier.length_rule
+        self._rope_lens: list[int] | None = None
+        if rule is not None:
+            self._rope_lens = [rule.rope_len(length, length + 1) for length in lengths]
         self._device, self._block_size = verifier.device, attention.block_size
         blocks = [blocks_for(length, self._block_size) for length in lengths]
         self._first_blocks = [0, *accumulate(blocks)]  # of every sequence, and the end
@@ -55,37 +54,32 @@ class ScratchCache:
             pieces: number of the sequence, position of the first row, token ids. What stands before
                 a piece has been forwarded.
         """
-        starts = [self._first_blocks[sequence] * self._block_size for sequence, _, _ in pieces]
-        ends = [first + len(tokens) for _, first, tokens in pieces]
-        positions = [range(first, end) for (_, first, _), end in zip(pieces, ends, strict=True)]
-        slots = [
-            [start + position for position in some]
-            for start, some in zip(starts, positions, strict=True)
-        ]
+        numbers = [number for number, _, _ in pieces]
+        first_blocks = [self._first_blocks[number] for number in numbers]
+        positions = [range(first, first + len(tokens)) for _, first, tokens in pieces]
+        slots = (
+            start * self._block_size + position
+            for start, some in zip(first_blocks, positions, strict=True)
+            for position in some
+        )
         # Entries past a sequence's own blocks only have to be valid.
         last = self._first_blocks[-1] - 1
-        table = [
-            [min(self._first_blocks[sequence] + i, last) for i in range(self._widest)]
-            for sequence, _, _ in pieces
-        ]
+        table = [[min(start + i, last) for i in range(self._widest)] for start in first_blocks]
         metadata = AttentionMetadata.packed(
-            [len(tokens) for _, _, tokens in pieces],
-            ends,
+            list(map(len, positions)),
+            [some.stop for some in positions],
             torch.tensor(table, dtype=torch.int32, device=self._device),
-            self._tensor(chain.from_iterable(slots)),
+            self._tensor(slots),
         )
-        tokens = chain.from_iterable(tokens for _, _, tokens in pieces)
-        owners = self._tensor(sequence for sequence, _, _ in pieces)
-        lens = self._rope_lens
-        rope_lens = (
-            None
-            if lens is None
-            else self._tensor(lens[number] for number, _, some in pieces for _ in some)
+        rows = ForwardInput(
+            self._tensor(chain.from_iterable(tokens for _, _, tokens in pieces)),
+            self._tensor(chain.from_iterable(positions)),
+            metadata,
+            slots=self._tensor(numbers),
         )
-        position_ids = self._tensor(chain.from_iterable(positions))
-        return ForwardInput(
-            self._tensor(tokens), position_ids, metadata, rope_lens=rope_lens, slots=owners
-        )
+        if (lens := self._rope_lens) is not None:
+            rows.rope_lens = self._tensor(lens[number] for number, _, some in pieces for _ in some)
+        return rows
 
     def _tensor(self, values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), device=self._device)

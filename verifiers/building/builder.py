@@ -28,13 +28,7 @@ from verifiers.weights.weights import Reorder, Weights
 
 
 class LayerBuilder:
-    """Builds decoder layers from tensors.
-
-    Args:
-        config: the model's.
-        description: of its family.
-        backend: attention over the cache.
-    """
+    """Builds decoder layers from tensors, for attention over the cache of a backend."""
 
     def __init__(
         self, config: Any, description: Description, backend: AttentionBackend | MlaBackend

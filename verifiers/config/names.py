@@ -65,12 +65,8 @@ def _renamed(name: str, config: Any) -> str:
 
 
 def prediction_name(name: str, config: Any, layers: Prediction) -> str | None:
-    """What a tensor of a file is called here; None for one that belongs elsewhere.
-
-    Args:
-        name: in the file.
-        config: the target's.
-        layers: which are looked for.
+    """What a tensor of a target's file is called here; None for one that belongs to other layers
+    than those that are looked for.
     """
     if UNUSED.search(name):
         return None

@@ -264,13 +264,8 @@ def text_only(config: Any) -> str:
 def load_text(
     path: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str
 ) -> tuple[Any, list[str]]:
-    """The text part of a composite on the CPU, and its tensors that the checkpoint lacks.
-
-    Args:
-        path: folder or hub name.
-        config: the composite's.
-        dtype: of the weights.
-        attention: value of `attn_implementation`.
+    """The text part of a composite, whose config this is, on the CPU, and its tensors that the
+    checkpoint lacks; `attention` is the value of `attn_implementation`.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -308,10 +303,6 @@ def without_reports() -> Iterator[None]:
 class TextPart(nn.Module):
     """The text model of a composite and its head, as much like a causal language model as verifiers
     need; the rest is given up.
-
-    Args:
-        composite: the whole model.
-        config: of its text part.
     """
 
     def __init__(self, composite: PreTrainedModel, config: PreTrainedConfig) -> None:

@@ -18,9 +18,6 @@ class Awq(Format):
     """`quant_method: awq`, version "gemm": `qweight` int32 [in, out / 8], `qzeros` int32 [groups,
     out / 8], `scales` [groups, out].
 
-    Args:
-        quantization: the config's `quantization_config`.
-
     Raises:
         CheckpointError: other bits, or another version.
     """

@@ -28,9 +28,6 @@ class BitsAndBytes(Format):
     `weight.absmax` has a scale for each block of them. Scales may be codes themselves, with a table
     and scales of their own. In 8 bits `SCB` has the largest number of each row of `weight`. Only
     the 8 bits stay packed: our kernels have no such tables.
-
-    Args:
-        quantization: the config's `quantization_config`.
     """
 
     required = (("weight",), ("SCB", "weight.absmax"))

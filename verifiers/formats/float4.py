@@ -23,9 +23,6 @@ MX_BITS, NV_BITS = 4 + 8 / MX_GROUP, 4 + 8 / NV_GROUP
 class Mxfp4(Format):
     """`quant_method: mxfp4`, experts of gpt-oss: `_blocks` uint8 [E, out, in / 32, 16] and
     `_scales` uint8 [E, out, in / 32].
-
-    Args:
-        quantization: the config's `quantization_config`.
     """
 
     required = (("weight_blocks",), ("weight_scales",))

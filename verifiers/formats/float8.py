@@ -22,9 +22,6 @@ BLOCK = (128, 128)
 class Float8(Format):
     """`quant_method: fp8`, `fbgemm_fp8` or `mxfp8`: blocks whose size the config states, one scale
     per output, or one for all.
-
-    Args:
-        quantization: the config's `quantization_config`.
     """
 
     required = (("weight",), SCALES)

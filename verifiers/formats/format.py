@@ -31,7 +31,7 @@ INTEGERS = ("tid2eid",)
 
 
 class Format(ABC):
-    """One way to store weights.
+    """One way to store weights; each makes itself of a config's `quantization_config`.
 
     Args:
         bits: see below.

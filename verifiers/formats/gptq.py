@@ -19,9 +19,7 @@ class Gptq(Format):
     [groups, out], perhaps `g_idx` [in]. Bits and groups of a module are told by its tensors, as
     some have settings of their own.
 
-    Args:
-        quantization: the config's `quantization_config`.
-        layout: of the zeros; None for what the config says.
+    `layout` is that of the zeros; None takes what the config says.
 
     Raises:
         CheckpointError: other bits, or another layout.

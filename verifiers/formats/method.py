@@ -101,9 +101,6 @@ def method_of(quantization: Settings) -> str:
 def format_of(quantization: Settings) -> Format:
     """The format of a quantized checkpoint.
 
-    Args:
-        quantization: the config's `quantization_config`.
-
     Raises:
         CheckpointError: it is none of those that are read, or has settings that are not.
     """

@@ -264,12 +264,7 @@ class _File:
 
 
 def block_of(kind: int, name: str, path: Path) -> tuple[int, int]:
-    """Numbers and bytes of a block of a type.
-
-    Args:
-        kind: see `Entry`.
-        name: of a tensor, for the message.
-        path: of its file.
+    """Numbers and bytes of a block of a type, which a tensor of the file has; see `Entry.kind`.
 
     Raises:
         CheckpointError: package gguf does not know the type, or how to read it.
@@ -305,11 +300,7 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 
 class Facts:
-    """What the metadata of a model says, read by the keys of its architecture.
-
-    Args:
-        files: of the model.
-    """
+    """What the metadata of a model says, read by the keys of its architecture."""
 
     def __init__(self, files: GgufFiles) -> None:
         self.files = files

@@ -27,16 +27,10 @@ def rope(facts: Facts) -> Entries:
             "original_max_position_embeddings": original,
         }
     if kind == "yarn":
-        found |= {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": original,
-        }
-        named = {
-            "beta_fast": "yarn_beta_fast",
-            "beta_slow": "yarn_beta_slow",
-            "attention_factor": "yarn_attn_factor",
-        }
+        found |= {"rope_type": "yarn", "factor": factor}
+        found["original_max_position_embeddings"] = original
+        named = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        named["attention_factor"] = "yarn_attn_factor"
         more = {entry: facts(f"rope.scaling.{key}") for entry, key in named.items()}
         return found | {entry: value for entry, value in more.items() if value is not None}
     if factor not in (0, 1) and kind in (None, "linear"):
@@ -53,12 +47,8 @@ def _divided(facts: Facts, divisors: list[float]) -> Entries:
     share = np.clip((ratio - low) / (high - low), 0, 1)
     if np.allclose(1 / ((1 - share) / factor + share), divisors, rtol=1e-5):
         return {"rope_type": "llama3", "factor": factor, **LLAMA3}
-    length = facts.need("context_length")
-    named = {
-        "short_factor": divisors,
-        "long_factor": divisors,
-        "original_max_position_embeddings": length,
-    }
+    named = {"short_factor": divisors, "long_factor": divisors}
+    named["original_max_position_embeddings"] = facts.need("context_length")
     return {"rope_type": "longrope", "attention_factor": 1.0, **named}
 
 

@@ -183,8 +183,7 @@ class _Vocabulary:
         else:
             raise UnsupportedModelError(
                 f"the tokenizer of {self._name!r} is of kind {str(self._model)[:60]!r}, and gpt2,"
-                f" llama"
-                " and gemma4 are read; take the model's safetensors files",
+                f" llama and gemma4 are read; take the model's safetensors files"
             )
         pairs = list(zip(self._tokens, self._kinds, strict=True))
         control = [token for token, kind in pairs if kind == CONTROL]

@@ -37,11 +37,7 @@ class Recipe(NamedTuple):
 
 
 class Recipes:
-    """Recipes for the tensors of one model.
-
-    Args:
-        files: that hold it.
-        config: of the text model.
+    """Recipes for the tensors of one text model.
 
     Raises:
         CheckpointError: package gguf does not know the architecture.
@@ -105,8 +101,7 @@ class Recipes:
                 shape = list(self._files.shape(source))
                 raise CheckpointError(
                     f"{source!r} of {self._files.path.name!r} is {shape}, of which {heads} heads"
-                    f" cannot"
-                    " have pairs of rows; fetch it again",
+                    f" cannot have pairs of rows; fetch it again"
                 )
             return Recipe((source,), rows=halves(count, heads))
         return Recipe((source,))
@@ -147,10 +142,7 @@ class Recipes:
         block = f"blk.{_layer(name)}"
         sources = [f"{block}.exp_probs_b{ending}" for ending in (".bias", "", ".weight")]
         source = next((one for one in sources if self.has(one)), sources[0])
-        return Recipe(
-            (source,),
-            change=lambda parts: parts[0].reshape(1, -1) if "moe_statics" in name else parts[0],
-        )
+        return Recipe((source,), change=_as_row if "moe_statics" in name else None)
 
     def latent(self, name: str, found: re.Match[str]) -> Recipe | None:
         """The projection from latents to keys and values, which newer files have in two parts."""
@@ -162,19 +154,16 @@ class Recipes:
 
     def shared_gate(self, name: str, found: re.Match[str]) -> Recipe:
         """The gate of shared experts, which is a vector in the file."""
-        return Recipe(
-            (f"blk.{_layer(name)}.ffn_gate_inp_shexp.weight",),
-            change=lambda parts: parts[0].reshape(1, -1),
-        )
+        return Recipe((f"blk.{_layer(name)}.ffn_gate_inp_shexp.weight",), change=_as_row)
 
     def convolution(self, name: str, found: re.Match[str]) -> Recipe:
         """A convolution of each channel for itself, which has one dimension less in the file."""
-        source = self.source(name)
         rows = self._values_behind_keys()
-        return Recipe(
-            (source,),
-            change=lambda parts: (parts[0] if rows is None else parts[0][rows]).unsqueeze(1),
-        )
+
+        def change(parts: list[Tensor]) -> Tensor:
+            return (parts[0] if rows is None else parts[0][rows]).unsqueeze(1)
+
+        return Recipe((self.source(name),), change=change)
 
     def decay(self, name: str, found: re.Match[str]) -> Recipe:
         """The logarithm of what states lose, of which the file has the power with its sign."""
@@ -211,10 +200,9 @@ class Recipes:
         """Projections to what value heads have."""
         if not self._gguf.groups_values:
             return None
-        part = found["part"]
-        value_dim = self._config.linear_value_head_dim
-        rows = {"qkv": self._values_behind_keys(), "z": self._values(value_dim)}
-        return Recipe((self.source(name),), rows=rows.get(part, self._values(1)))
+        z = self._values(self._config.linear_value_head_dim)
+        rows = {"qkv": self._values_behind_keys(), "z": z}.get(found["part"], self._values(1))
+        return Recipe((self.source(name),), rows=rows)
 
     def linear_output(self, name: str, found: re.Match[str]) -> Recipe | None:
         """The projection from them."""
@@ -243,10 +231,8 @@ class Recipes:
         if not self._gguf.groups_values:
             return None
         config = self._config
-        heads, shared = (
-            config.linear_num_key_heads,
-            config.linear_num_value_heads // config.linear_num_key_heads,
-        )
+        heads = config.linear_num_key_heads
+        shared = config.linear_num_value_heads // heads
         rows = torch.arange(heads * shared * width).unflatten(0, (shared, heads, width))
         return rows.transpose(0, 1).flatten()
 
@@ -264,6 +250,10 @@ class Recipes:
         if not self._gguf.transposed:
             return None
         return Recipe((self.source(name),), change=lambda parts: parts[0].T)
+
+
+def _as_row(parts: list[Tensor]) -> Tensor:
+    return parts[0].reshape(1, -1)
 
 
 def _keys_and_values(parts: list[Tensor]) -> Tensor:

@@ -14,27 +14,20 @@ GROUP = 128
 
 
 def fp8(weight: Tensor) -> PackedWeight:
-    """8-bit floats, the largest of a group as large as they can be.
-
-    Args:
-        weight: [out, in].
-    """
+    """8-bit floats of a weight [out, in], the largest of a group as large as they can be."""
     groups, scale = _scaled(weight, torch.finfo(torch.float8_e4m3fn).max)
     codes = groups.clamp(-448, 448).to(torch.float8_e4m3fn)
     return PackedWeight(codes, scale, None, GROUP, "e4m3", weight.dtype)
 
 
 def int4(weight: Tensor) -> PackedWeight:
-    """4-bit integers around a zero that all share, from -7 to 7.
-
-    Args:
-        weight: [out, in], of an even number of inputs.
+    """4-bit integers around a zero that all share, from -7 to 7, of a weight [out, in] with an even
+    number of inputs.
     """
     groups, scale = _scaled(weight, 7)
     codes = (groups.round().clamp(-7, 7) + 8).to(torch.uint8)
-    return PackedWeight(
-        codes[:, ::2] | codes[:, 1::2] << 4, scale, None, GROUP, "int4", weight.dtype, middle=8
-    )
+    pairs = codes[:, ::2] | codes[:, 1::2] << 4
+    return PackedWeight(pairs, scale, None, GROUP, "int4", weight.dtype, middle=8)
 
 
 WAYS: dict[str, Callable[[Tensor], PackedWeight]] = {"fp8": fp8, "int4": int4}

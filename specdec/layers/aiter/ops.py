@@ -11,6 +11,8 @@ experts up with atomics, in whatever order they come, so that a row would depend
 and it is tuned for shuffled weights, of which nothing else here could make use.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,22 +36,11 @@ from specdec.parallel.group import Group
 
 class AiterOps(TritonOps):
     """`Ops` in AITER's kernels, and in Triton what they do not have. Which that is is logged once,
-    when it first occurs.
-
-    Args:
-        device, dtype, mixes: see `TritonOps`.
+    when it first occurs. Arguments are those of `TritonOps`.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        mixes: bool = False,
-        recurs: bool = False,
-        convolves: bool = False,
-    ) -> None:
-        super().__init__(device, dtype, mixes=mixes, recurs=recurs, convolves=convolves)
+    def __init__(self, device: torch.device, dtype: torch.dtype, **kinds: Any) -> None:
+        super().__init__(device, dtype, **kinds)
         self._aiter = aiter.load(AiterLayers)
 
     def norm(self, x: Tensor, norm: Norm, prefetch: Linear | None = None) -> Tensor:

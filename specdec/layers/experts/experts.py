@@ -62,19 +62,15 @@ def _product(
     other shapes make the host wait, and so do packed weights, as numbers an expert at a time.
     """
     if isinstance(weight, PackedWeight):
-        pieces = enumerate(rows.tensor_split(ends.tolist()[:-1]))
-        out = torch.cat(
-            [
-                F.linear(piece, weight.expert(number).dequantized(rows.dtype))
-                for number, piece in pieces
-                if len(piece)
-            ]
+        products = (
+            F.linear(piece, weight.expert(number).dequantized(rows.dtype))
+            for number, piece in enumerate(rows.tensor_split(ends.tolist()[:-1]))
+            if len(piece)
         )
+        out = torch.cat([*products])
         return out if bias is None else out + bias[expert_of]
-    grouped = rows.element_size() <= 4 and not any(
-        size * rows.element_size() % 16 for size in weight.shape[1:]
-    )
-    if grouped:
+    size = rows.element_size()
+    if size <= 4 and not any(count * size % 16 for count in weight.shape[1:]):
         out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     else:
         slices = rows.tensor_split(ends.tolist()[:-1])
@@ -119,11 +115,9 @@ def _routing_deviations(device: torch.device) -> Iterator[Deviation]:
         )
         plain, plain_ids = route(logits, routing, bias)
         scores = logits.double().gather(-1, plain_ids)
-        exact = (
-            scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
-            if routing.biased
-            else scores.softmax(-1)
-        )
+        exact = scores.softmax(-1)
+        if routing.biased:
+            exact = scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
         yield mismatches(ids.long(), plain_ids)
         yield deviation(weights, plain, exact)
 
@@ -150,12 +144,7 @@ def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Dev
     x, weights = normal(5, 128).to(dtype), torch.full((5, 2), 0.5)
     ids = torch.tensor([[0, 3], [2, 3], [1, 3], [0, 3], [2, 3]])
     last = SharedExperts(gate_up[3].to(device), down[3].to(device), 1)
-    got = (
-        triton_experts.experts(
-            x.to(device), weights.to(device), ids.int().to(device), three.to(device), last
-        )
-        .sum(0)
-        .to(dtype)
-    )
+    chosen = weights.to(device), ids.int().to(device)
+    got = triton_experts.experts(x.to(device), *chosen, three.to(device), last).sum(0).to(dtype)
     exact = apply_experts(x.double(), weights, ids, all_four.to(torch.float64))
     yield deviation(got, apply_experts(x, weights, ids, all_four), exact)

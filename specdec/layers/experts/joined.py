@@ -63,18 +63,12 @@ class JoinedExperts:
             mlp: of all tokens.
             mlp_gate: to the number whose sigmoid weighs what `mlp` puts out, or None.
         """
-        gate_up, down = mlp.gate_up, mlp.down
-        if (
-            unavailable_reasons(experts.down.device)
-            or router.aiter is not None
-            or mlp.activation != experts.activation
-        ):
+        gate_up, down, gate = mlp.gate_up, mlp.down, router.gate
+        if unavailable_reasons(experts.down.device) or router.aiter is not None:
             return None
-        if (
-            not isinstance(gate_up, DenseLinear)
-            or not isinstance(down, DenseLinear)
-            or not isinstance(router.gate, DenseLinear)
-        ):
+        if not (isinstance(gate_up, DenseLinear) and isinstance(down, DenseLinear)):
+            return None
+        if mlp.activation != experts.activation or not isinstance(gate, DenseLinear):
             return None
         plain = isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
         biases = (experts.gate_up_bias, experts.down_bias, gate_up.bias, down.bias)
@@ -91,11 +85,10 @@ class JoinedExperts:
 
         if unsupported_reasons(experts, router.routing.top_k + count):
             return None
-        gate: Linear = router.gate
         if mlp_gate is not None:
             if not isinstance(mlp_gate, DenseLinear) or mlp_gate.bias is not None:
                 return None
-            gate = _with_row(router.gate, mlp_gate.weight)
+            gate = _with_row(gate, mlp_gate.weight)
         shared = SharedExperts(gate_up.weight, down.weight, count)
         return cls(gate, router.routing, router.bias, experts, shared, mlp_gate is not None)
 

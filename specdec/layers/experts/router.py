@@ -114,14 +114,9 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     choice = unbiased if bias is None else scores + bias.float()
     if routing.grouped:
         groups = choice.unflatten(-1, (routing.num_groups, -1))
-        strength = (
-            groups.topk(2, dim=-1).values.sum(-1)
-            if routing.scores == "sigmoid"
-            else groups.amax(-1)
-        )
-        kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(
-            -1, _highest(strength, routing.topk_groups), True
-        )
+        strength = groups.topk(2 if routing.scores == "sigmoid" else 1, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(strength, dtype=torch.bool)
+        kept.scatter_(-1, _highest(strength, routing.topk_groups), True)
         choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
     ids = _highest(choice, routing.top_k)
     if routing.scores == "softmax" and routing.renormalized:

@@ -53,9 +53,8 @@ class Tile(NamedTuple):
 def unsupported_reasons(layer: Experts, top_k: int) -> list[str]:
     """All reasons why these kernels cannot compute `layer`; empty when they can."""
     reasons = triton_launch.unavailable_reasons(layer.down.device)
-    tensors = [
-        x for x in (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias) if x is not None
-    ]
+    parts = (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+    tensors = [part for part in parts if part is not None]
     kinds = {tensor.dtype for tensor in tensors}
     if len(kinds) > 1 or not kinds <= set(DTYPES):
         names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
@@ -94,9 +93,8 @@ def few_rows_tile(
     # Two fifths of a chip's processors read at the speed of its memory.
     columns = 64 if 5 * top_k * triton.cdiv(width, 64) >= 2 * processors else 32
     loaded = ((1 + gated) * columns + padded) * 64 * itemsize
-    return Tile(
-        padded, columns, 64, 4, num_stages(loaded, memory // 2, most=1 if torch.version.hip else 5)
-    )
+    stages = num_stages(loaded, memory // 2, most=1 if torch.version.hip else 5)
+    return Tile(padded, columns, 64, 4, stages)
 
 
 @lru_cache(maxsize=1024)
@@ -165,25 +163,15 @@ def experts(
         float32 [top_k, T, H], whose sum over the first axis counts, of up to `FEW_ROWS` rows; of
         more [T, H] in the type of `x`.
     """
-    assert (
-        x.dtype == layer.down.dtype
-        and x.stride(-1) == 1
-        and ids.dtype == torch.int32
-        and weights.dtype == torch.float32
-    )
-    assert (
-        ids.is_contiguous()
-        and weights.is_contiguous()
-        and ids.shape == weights.shape
-        and len(ids) == len(x)
-    )
+    assert x.dtype == layer.down.dtype and x.stride(-1) == 1
+    assert ids.dtype == torch.int32 and weights.dtype == torch.float32
+    assert ids.is_contiguous() and weights.is_contiguous()
+    assert ids.shape == weights.shape and len(ids) == len(x)
     assert shared is None or len(x) <= FEW_ROWS
     with on_device(x):
-        return (
-            _few_rows(x, weights, ids, layer, shared)
-            if len(x) <= FEW_ROWS
-            else _many_rows(x, weights, ids, layer)
-        )
+        if len(x) > FEW_ROWS:
+            return _many_rows(x, weights, ids, layer)
+        return _few_rows(x, weights, ids, layer, shared)
 
 
 def _few_rows(
@@ -193,10 +181,8 @@ def _few_rows(
     pairs = ids.numel()
     middle = x.new_empty(pairs, layer.width)
     parts = x.new_empty(top_k, rows, hidden, dtype=torch.float32)
-    first, second = (
-        _few_rows_tile(x, weight, top_k, gated)
-        for weight, gated in ((layer.gate_up, layer.gated), (layer.down, False))
-    )
+    first = _few_rows_tile(x, layer.gate_up, top_k, layer.gated)
+    second = _few_rows_tile(x, layer.down, top_k, False)
     count = 0 if shared is None else shared.count
     gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
     multiply_few(
@@ -221,10 +207,8 @@ def _many_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tenso
     (rows, hidden), top_k = x.shape, ids.shape[1]
     pairs = ids.numel()
     middle, parts = x.new_empty(pairs, layer.width), x.new_empty(pairs, hidden)
-    first, second = (
-        _many_rows_tile(x, weight, pairs, gated)
-        for weight, gated in ((layer.gate_up, layer.gated), (layer.down, False))
-    )
+    first = _many_rows_tile(x, layer.gate_up, pairs, layer.gated)
+    second = _many_rows_tile(x, layer.down, pairs, False)
     # which share their blocks
     first, second = (tile._replace(rows=min(first.rows, second.rows)) for tile in (first, second))
     groups = group_by_expert(ids, layer.num_experts, first.rows)
@@ -234,10 +218,8 @@ def _many_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tenso
     multiply_groups(
         middle, layer.down, layer.down_bias, weights, parts, groups, top_k, second, None
     )
-    output, block = (
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-        min(triton.next_power_of_2(hidden), 2048),
-    )
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    block = min(triton.next_power_of_2(hidden), 2048)
     combine_kernel[(rows, triton.cdiv(hidden, block))](
         parts,
         output,
@@ -264,9 +246,8 @@ def _many_rows_tile(x: Tensor, weight: Tensor | PackedWeight, pairs: int, gated:
     memory = shared_memory(x.device)
     tile = many_rows_tile(pairs, weight.shape[0], x.itemsize, gated=gated, memory=memory)
     if isinstance(weight, PackedWeight):  # whose sums of groups take registers too
-        return packed_tile(
-            4 if weight.halves else 8, min(tile.rows, 64), few=False, gated=gated, memory=memory
-        )
+        bits, rows = 4 if weight.halves else 8, min(tile.rows, 64)
+        return packed_tile(bits, rows, few=False, gated=gated, memory=memory)
     return tile
 
 
@@ -328,11 +309,8 @@ def multiply_groups(
     described = isinstance(weight, Tensor) and describable(weight, tile)
     weights = _tensors(weight)
     if isinstance(weight, Tensor) and described:
-        weights = (
-            TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.columns, tile.depth]),
-            None,
-            None,
-        )
+        shape = [tile.columns, tile.depth]
+        weights = (TensorDescriptor.from_tensor(weight.flatten(0, 1), shape), None, None)
     grouped_kernel[(num_blocks * triton.cdiv(width, tile.columns),)](
         x,
         *weights,

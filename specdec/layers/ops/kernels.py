@@ -73,10 +73,8 @@ class TritonOps(Ops):
         ranks: SharedRows | None = None,
     ) -> None:
         self._ranks = ranks
-        self._embeds, self._multiplies_few_rows = (
-            fused.EMBEDDING.runs_on(device, dtype),
-            fused.FEW_ROWS.runs_on(device, dtype),
-        )
+        self._embeds = fused.EMBEDDING.runs_on(device, dtype)
+        self._multiplies_few_rows = fused.FEW_ROWS.runs_on(device, dtype)
         self._convolves = convolves and fused.GROUPED_CONVOLUTION.runs_on(device, dtype)
         self._mixes = mixes and experts.KERNEL.runs_on(device, dtype)
         self._recurs = recurs and recurrence_check.KERNEL.runs_on(device, dtype)
@@ -100,11 +98,9 @@ class TritonOps(Ops):
         hint = None if linear.prefetchable is None else _hint(prefetch, x)
         if activation in PLAIN:  # which is not part of a product
             return self.activate(self.project(linear, x), activation)
-        product = (
-            linear.few_rows(x, activation=activation, prefetch=hint)
-            if self._multiplies_few_rows
-            else None
-        )
+        product = None
+        if self._multiplies_few_rows:
+            product = linear.few_rows(x, activation=activation, prefetch=hint)
         return self.activate(linear(x), activation) if product is None else product
 
     def activate(self, joined: Tensor, activation: str) -> Tensor:
@@ -125,17 +121,15 @@ class TritonOps(Ops):
         if group is not None and ranks is None:
             x = summed(x, group, residual.dtype)
         norm, after = join.norm, join.after
-        assert norm is None or after is None or norm.epsilon == after.epsilon, (
-            "the kernel takes one epsilon"
-        )
-        epsilon = norm.epsilon if norm is not None else after.epsilon if after is not None else 0.0
-        weight, after_weight = (None if one is None else one.weight for one in (norm, after))
+        same = norm is None or after is None or norm.epsilon == after.epsilon
+        assert same, "the kernel takes one epsilon"
+        some = norm or after
         return add_rms_norm(
             x,
             residual,
-            weight,
-            epsilon,
-            after=after_weight,
+            None if norm is None else norm.weight,
+            0.0 if some is None else some.epsilon,
+            after=None if after is None else after.weight,
             scale=join.scale,
             factor=join.factor,
             prefetch=_hint(prefetch, residual),
@@ -160,11 +154,11 @@ class TritonOps(Ops):
         # many rows are better multiplied with what is shared by themselves
         if not self._mixes or len(hidden) > FEW_ROWS:
             return None
-        logits, count = self._logits(joined.gate, hidden), joined.shared.count
+        logits, shared = self._logits(joined.gate, hidden), joined.shared
         weights, ids = route(
-            logits, joined.routing, joined.bias, shared=count, shared_gate=joined.gated
+            logits, joined.routing, joined.bias, shared=shared.count, shared_gate=joined.gated
         )
-        return mix(hidden, weights, ids, joined.experts, joined.shared)
+        return mix(hidden, weights, ids, joined.experts, shared)
 
     def _logits(self, gate: Linear, hidden: Tensor) -> Tensor:
         """Router logits of rows [T, H], for experts; perhaps as partial sums."""

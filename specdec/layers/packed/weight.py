@@ -163,20 +163,17 @@ class PackedWeight:
         assert self.divides(start) and self.divides(end), "whole groups"
         last = end == self.in_features
         codes = slice(start // (1 + self.halves), None if last else end // (1 + self.halves))
-        groups = (
-            slice(None)
-            if self.group >= self.in_features
-            else slice(start // self.group, -(-end // self.group))
+        groups = slice(start // self.group, -(-end // self.group))
+        if self.group >= self.in_features:
+            groups = slice(None)
+        own = _bytes(self.codes)[..., codes].clone(memory_format=torch.contiguous_format)
+        return replace(
+            self,
+            codes=own.view(self.codes.dtype),
+            scale=self.scale[..., groups].clone(),
+            zero=None if self.zero is None else self.zero[..., groups].clone(),
+            padding=self.padding if last else 0,
         )
-        zero = None if self.zero is None else self.zero[..., groups].clone()
-        own = (
-            _bytes(self.codes)[..., codes]
-            .clone(memory_format=torch.contiguous_format)
-            .view(self.codes.dtype)
-        )
-        padding = self.padding if last else 0
-        scale = self.scale[..., groups].clone()
-        return replace(self, codes=own, scale=scale, zero=zero, padding=padding)
 
     def divides(self, start: int) -> bool:
         """Whether a part may begin or end at an input: between bytes, and between groups unless one
@@ -275,9 +272,8 @@ def run_of(group: int, inputs: int, halves: bool) -> int | None:
     whole = group >= inputs
     runs = [run for run in (64, 32, 16) if run * count <= 128 and (whole or group % run == 0)]
     # Long ones make larger products, short ones less padding.
-    return next(
-        (run for run in runs if -inputs % (run * count) <= inputs // 8), runs[-1] if runs else None
-    )
+    fitting = [run for run in runs if -inputs % (run * count) <= inputs // 8]
+    return next(iter(fitting or runs[-1:]), None)
 
 
 def _bytes(codes: Tensor) -> Tensor:
@@ -338,9 +334,8 @@ def _rearranged(codes: Tensor, bits: int, run: int, padding: int) -> Tensor:
     """
     count = 2 if bits == 8 else 4
     output = codes.new_empty(*codes.shape[:-1], codes.shape[-1] + padding * bits // 8)
-    for source, target in zip(
-        codes.flatten(0, -2).split(4096), output.flatten(0, -2).split(4096), strict=True
-    ):
+    sides = (side.flatten(0, -2).split(4096) for side in (codes, output))
+    for source, target in zip(*sides, strict=True):
         padded = F.pad(fields(source, bits), (0, padding))
         target.copy_(_in_bytes(padded.unflatten(1, (-1, count, run)).mT.flatten(1), bits))
     return output
@@ -348,13 +343,11 @@ def _rearranged(codes: Tensor, bits: int, run: int, padding: int) -> Tensor:
 
 def _narrow(numbers: Tensor) -> Tensor:
     """Contiguous, in the narrowest type that holds every number; integers stay what they are."""
-    for dtype in (torch.bfloat16, torch.float16):
-        if (
-            numbers.is_floating_point()
-            and numbers.dtype.itemsize > dtype.itemsize
-            and numbers.to(dtype).to(numbers.dtype).equal(numbers)
-        ):
-            return numbers.to(dtype).contiguous()
+    if numbers.is_floating_point() and numbers.dtype.itemsize > 2:
+        for dtype in (torch.bfloat16, torch.float16):
+            narrow = numbers.to(dtype)
+            if narrow.to(numbers.dtype).equal(numbers):
+                return narrow.contiguous()
     return numbers.contiguous()
 
 
@@ -363,19 +356,10 @@ def _combined(
 ) -> PackedWeight:
     assert PackedWeight.alike(parts), "parts that are stored in one way"
     first, tensors = parts[0], [part._tensors() for part in parts]
-    names = set().union(*tensors)
-    joined: dict[str, Any] = {
-        name: combine(
-            _promoted(
-                [one[name] if name in one else torch.zeros_like(one["scale"]) for one in tensors]
-            )
-        )
-        for name in names
-    }
+    joined: dict[str, Any] = {}
+    for name in set().union(*tensors):
+        found = [one[name] if name in one else torch.zeros_like(one["scale"]) for one in tensors]
+        # the narrowest type that holds the numbers of each
+        kind = reduce(torch.promote_types, (tensor.dtype for tensor in found))
+        joined[name] = combine([tensor.to(kind) for tensor in found])
     return replace(first, **joined | {"codes": joined["codes"].view(first.codes.dtype)})
-
-
-def _promoted(tensors: list[Tensor]) -> list[Tensor]:
-    """All in the narrowest type that holds the numbers of each."""
-    kind = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-    return [tensor.to(kind) for tensor in tensors]

@@ -139,7 +139,7 @@ class Rope:
         """
         with torch.device("cpu"):
             rope = cls._of(parameters, head_dim, max_position_embeddings)
-            found = (rope.frequencies, rope.long_frequencies, torch.as_tensor(rope.amplitude))
+            found = rope.frequencies, rope.long_frequencies, torch.as_tensor(rope.amplitude)
         if not all(one.isfinite().all() for one in found if one is not None):
             raise CheckpointError(
                 f"RoPE parameters {dict(parameters)} give no finite angles; correct them in"
@@ -163,17 +163,14 @@ class Rope:
         if still and factor != 1:
             amplitude = F.pad(torch.full_like(frequencies, factor), (0, still), value=1.0)
         frequencies = F.pad(frequencies, (0, still))
-        if parameters["rope_type"] != "longrope":
-            growth = None
-            if parameters["rope_type"] == "dynamic":
-                growth = Growth(
-                    parameters["rope_theta"], parameters["factor"], max_position_embeddings, rotated
-                )
-            return cls(frequencies, amplitude, rotated, temperature=temperature, growth=growth)
-        sizes = rotated, max_position_embeddings
-        long_frequencies, _ = _frequencies(parameters, *sizes, is_long=True)
-        long_frequencies = F.pad(long_frequencies, (0, still))
-        return cls(frequencies, amplitude, rotated, long_frequencies, temperature)
+        long_frequencies, growth = None, None
+        if parameters["rope_type"] == "dynamic":
+            theta, stretch = parameters["rope_theta"], parameters["factor"]
+            growth = Growth(theta, stretch, max_position_embeddings, rotated)
+        if parameters["rope_type"] == "longrope":
+            sizes = rotated, max_position_embeddings
+            long_frequencies = F.pad(_frequencies(parameters, *sizes, is_long=True)[0], (0, still))
+        return cls(frequencies, amplitude, rotated, long_frequencies, temperature, growth)
 
     def frequencies_of(self, position_ids: Tensor, rope_lens: Tensor) -> Tensor:
         """float32 [..., head_dim / 2] for rows with these positions and
@@ -190,16 +187,13 @@ class Rope:
 
     def to(self, device: torch.device) -> "Rope":
         """This rope on another device."""
-        amplitude = self.amplitude
-        amplitude = amplitude.to(device) if isinstance(amplitude, Tensor) else amplitude
-        long_frequencies = self.long_frequencies
-        long_frequencies = None if long_frequencies is None else long_frequencies.to(device)
-        return replace(
-            self,
-            frequencies=self.frequencies.to(device),
-            amplitude=amplitude,
-            long_frequencies=long_frequencies,
-        )
+        own = {
+            name: getattr(self, name) for name in ("frequencies", "amplitude", "long_frequencies")
+        }
+        tensors: dict[str, Any] = {
+            name: one.to(device) for name, one in own.items() if isinstance(one, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 class Angles:
@@ -226,12 +220,11 @@ class Angles:
             rope_lens: int64 like `position_ids`, see `specdec.model.batch.ForwardInput`; None for
                 the usual frequencies.
         """
-        frequencies = (
-            rope.frequencies if rope_lens is None else rope.frequencies_of(position_ids, rope_lens)
-        )
-        factors = (
-            None if rope.temperature is None else rope.temperature.factors(position_ids, dtype)
-        )
+        frequencies, factors = rope.frequencies, None
+        if rope_lens is not None:
+            frequencies = rope.frequencies_of(position_ids, rope_lens)
+        if rope.temperature is not None:
+            factors = rope.temperature.factors(position_ids, dtype)
         angles = half_angles(position_ids, frequencies, dtype, amplitude=rope.amplitude)
         return cls(*angles, factors)
 
@@ -378,20 +371,18 @@ def _frequencies(
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     try:
+        own = {name: parameters[name] for name in parameters.keys() - {*_NOT_OF_THE_TYPE}}
         # A head of its own width, all of which is rotated.
         config = PreTrainedConfig(
             hidden_size=rotated,
             num_attention_heads=1,
             head_dim=rotated,
             max_position_embeddings=max_position_embeddings,
-            rope_parameters={
-                name: value for name, value in parameters.items() if name not in _NOT_OF_THE_TYPE
-            },
+            rope_parameters=own,
         )
         seq_len = parameters["original_max_position_embeddings"] + 1 if is_long else None
-        frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
-            config, device="cpu", seq_len=seq_len
-        )
+        initial = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+        frequencies, amplitude = initial(config, device="cpu", seq_len=seq_len)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"RoPE parameters {dict(parameters)} are not complete and valid ({error}); correct them"

@@ -17,9 +17,6 @@ class AutoRound(Format):
 
     Layers with bits and groups of their own, in `extra_config`, tell them by their tensors.
 
-    Args:
-        quantization: the config's `quantization_config`.
-
     Raises:
         CheckpointError: another packing, or another kind of numbers.
     """

@@ -48,9 +48,6 @@ class Scheme(NamedTuple):
 class CompressedTensors(Format):
     """`quant_method: compressed-tensors`.
 
-    Args:
-        quantization: the config's `quantization_config`.
-
     Raises:
         CheckpointError: rotated or sparse weights, or settings that no weight can have.
     """

@@ -36,9 +36,6 @@ packed form of ours has them.
 class ModelOpt(Format):
     """`quant_method: modelopt` and its variants, or the `quantization` of `hf_quant_config.json`.
 
-    Args:
-        quantization: either of them.
-
     Raises:
         CheckpointError: another algorithm.
     """

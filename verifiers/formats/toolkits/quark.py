@@ -42,9 +42,6 @@ class Quark(Format):
     """`quant_method: quark`: `weight` and `weight_scale`, perhaps `weight_zero_point` or, of NVFP4,
     `weight_scale_2`.
 
-    Args:
-        quantization: the config's `quantization_config`.
-
     Raises:
         CheckpointError: weights of another kind, such as were exported in plain numbers, or inputs
             that layers have to rotate.
