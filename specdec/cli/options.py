@@ -131,9 +131,6 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
 def load_pool(args: argparse.Namespace, drafter: str | None, engine: EngineConfig) -> Pool:
     """The engines of a cluster that decode as the options say; each loads when it has something to
     do.
-
-    Raises:
-        SpecDecError: see `Pool.of`.
     """
     from specdec.cluster.config import EngineSpec
     from specdec.cluster.pool import Pool
@@ -197,11 +194,7 @@ def prompt_reader(args: argparse.Namespace) -> PromptReader:
 def load_decoder(
     args: argparse.Namespace, drafter: str | None, engine: EngineConfig
 ) -> SpecDecoder:
-    """The target that the options name, with a drafter and an engine.
-
-    Raises:
-        SpecDecError: see `SpecDecoder.from_pretrained` and `require_ours`.
-    """
+    """The target that the options name, with a drafter and an engine."""
     load = LoadConfig(**from_options(LoadConfig, args))
     require_ours("drafters", "verifiers")
     from transformers.utils import logging

@@ -155,11 +155,7 @@ class Engine:
 
 
 def load(spec: EngineSpec) -> SpecDecoder:
-    """The decoder of a spec.
-
-    Raises:
-        SpecDecError: see `SpecDecoder.from_pretrained`.
-    """
+    """The decoder of a spec."""
     require_ours("drafters", "verifiers")
     return SpecDecoder.from_pretrained(
         spec.model, drafter=spec.drafter, **asdict(spec.load), engine=spec.engine

@@ -22,9 +22,6 @@ class ClusterJournal:
         path: the file; None keeps nothing.
         asked: settings that the command says; a journal begun with others is refused.
         command: of specdec, whose journal it is.
-
-    Raises:
-        InvalidInputError: see `Journal`.
     """
 
     def __init__(self, path: Path | None, asked: dict[str, Any], *, command: str) -> None:

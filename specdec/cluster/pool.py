@@ -79,11 +79,7 @@ class Pool:
 
     @classmethod
     def of(cls, address: str, config: ClusterConfig, spec: EngineSpec) -> Pool:
-        """Connects, and fits the config to the cluster.
-
-        Raises:
-            SpecDecError: see `connect` and `ClusterConfig.placed`.
-        """
+        """Connects, and fits the config to the cluster."""
         connect(address)
         import ray
 

@@ -122,9 +122,6 @@ class GrammarCompiler:
             grammar: of the output.
             after_thinking: the grammar begins behind the thinking; None says so with a budget.
             budget: most tokens of the thinking.
-
-        Raises:
-            CapacityError, InvalidInputError: see `start`.
         """
         answer = None if grammar is None else self.start(grammar)
         after_thinking = budget is not None if after_thinking is None else after_thinking

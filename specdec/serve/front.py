@@ -304,11 +304,7 @@ class Outputs(Stream):
         return len(self._handles) + len(self._waiting) - len(self._counted)
 
     def add(self, tokens: list[int], sampling: SamplingParams) -> None:
-        """Queues one.
-
-        Raises:
-            SpecDecError: see `Session.submit`.
-        """
+        """Queues one."""
         self._waiting.append((tokens, sampling))
         self.num_prompt_tokens += len(tokens)
         self._submit()

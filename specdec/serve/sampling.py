@@ -56,11 +56,7 @@ def sampling_params(
 
 
 def wishes(asked: Generation) -> dict[str, Any]:
-    """What a request says of sampling, in the engine's words.
-
-    Raises:
-        RequestError, InvalidInputError: see `sampling_params`.
-    """
+    """What a request says of sampling, in the engine's words."""
     if asked.best_of not in (None, asked.n or 1):
         what = f"best_of is {asked.best_of}: outputs are not ranked; leave it out"
         raise RequestError(what, "best_of")

@@ -308,9 +308,6 @@ class SpecDecoder:
     def next_token_logits(self, prompt: Prompt) -> Tensor:
         """The target's unprocessed logits after a prompt, float32 [V], computed alone with a cache
         of their own.
-
-        Raises:
-            InvalidInputError: see `tokenize` and `Admission.check_tokens`.
         """
         ids = self.tokenize(prompt)
         self.engine.admission.check_tokens(ids)

@@ -35,10 +35,6 @@ def load_target(
         target: see `SpecDecoder.from_pretrained`.
         load: how.
         where: what `load.device` stands for in a process alone.
-
-    Raises:
-        SpecDecError: see `SpecDecoder.from_pretrained` and
-            `specdec.parallel.processes.launch.open_ranks`.
     """
     if load.tensor_parallel is None or load.tensor_parallel == 1:
         yield *_load(target, load, where), None

@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
 from specdec.base.errors import InvalidInputError
 from specdec.grammar.limits import DEEPEST, MAX_PATTERN_CHARACTERS, MAX_REASONS, shown
-from specdec.grammar.reading import Place, Reading
 from specdec.grammar.schema.form import (
     CHOICES,
     LENGTHS,
@@ -65,6 +65,46 @@ MARK, FIRST_MARK, LAST_MARK = "\ue000", 0xE100, 0xEFFF
 
 NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 """Characters that have no UTF-8, and the one that ends the library's texts."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What was found in a schema.
+
+    Attributes:
+        schema: for the library.
+        reasons: what it asks for and would not get, each with its place.
+        notes: what it asks for and the standard lets be, and so do we.
+        texts: strings of our own, by number.
+        counts: strings have lengths, or objects a number of properties.
+    """
+
+    schema: Any = None
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    texts: list[Text] = field(default_factory=list)
+    counts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a schema something stands; written only where there is something to say of it."""
+
+    step: str
+    within: Place | None = None
+
+    def __truediv__(self, step: object) -> Place:
+        """What is in it."""
+        return Place(str(step), self)
+
+    def __str__(self) -> str:
+        """The whole way, or its beginning."""
+        steps: list[str] = []
+        place: Place | None = self
+        while place is not None:
+            steps.append(shown(place.step, 40))
+            place = place.within
+        return shown("/".join(reversed(steps)))
 
 
 def reading(text: str) -> Reading:

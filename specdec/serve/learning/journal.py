@@ -67,11 +67,7 @@ class RequestJournal:
         return sum(self._sizes.values())
 
     def add(self, request: Ended) -> bool:
-        """Keeps a request that `is_kept`; whether its row is within the limit.
-
-        Raises:
-            CapacityError, InvalidInputError: see `specdec.base.writing.append`.
-        """
+        """Keeps a request that `is_kept`; whether its row is within the limit."""
         row = {
             "prompt_ids": request.prompt_token_ids,
             "answer_ids": request.output_token_ids,

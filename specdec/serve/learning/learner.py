@@ -82,9 +82,6 @@ class Learner:
         config: of the server; it names the folder.
         model: the target, as `specdec train` takes it.
         init: checkpoint whose weights are served; None only keeps requests.
-
-    Raises:
-        InvalidInputError: see `RequestJournal`.
     """
 
     def __init__(self, config: ServeConfig, model: str, init: str | None) -> None:

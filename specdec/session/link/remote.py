@@ -93,9 +93,6 @@ class Remote:
     ) -> Handle:
         """Queues a request; see `Session.submit`. Its text is `parted` into thinking and answer,
         where the target thinks.
-
-        Raises:
-            InvalidInputError, CapacityError: see `Admission.new_request`.
         """
         if self._loop is None:
             raise CapacityError("the engine has ended")
