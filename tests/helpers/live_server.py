@@ -106,6 +106,18 @@ class Live:
         with suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(self.server.stop)
 
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """What it answers."""
+        return httpx.get(self.url + path, **options)
+
+    def options(self, path: str, **options: Any) -> httpx.Response:
+        """What it says of what may be asked."""
+        return httpx.options(self.url + path, **options)
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        """What it answers to a body."""
+        return httpx.post(self.url + path, **options)
+
     def join(self) -> None:
         """Waits for its end."""
         for thread in reversed(self._threads):

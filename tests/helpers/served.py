@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
+import httpx
+
 from specdec.cli.main import main
 from specdec.serve.config import ServeConfig
 from specdec.serve.processes import fronts as fronts_module
@@ -67,3 +69,11 @@ def command(words: str, *more: str) -> Iterator[str]:
         yield found[1]
         server.send_signal(signal.SIGTERM)
         assert server.wait(HANG) == 0
+
+
+def is_draining(url: str) -> bool:
+    """Or gone."""
+    try:
+        return httpx.get(url + "/health").status_code == 503
+    except httpx.TransportError:
+        return True

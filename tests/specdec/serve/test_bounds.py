@@ -48,7 +48,7 @@ def tokenized(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def refusal(live: Live, path: str, body: Any, status: int = 400) -> str:
     """The one line that a request is refused with."""
-    answer = httpx.post(live.url + path, json=body)
+    answer = live.post(path, json=body)
     assert answer.status_code == status, answer.text
     message: str = answer.json()["error"]["message"]
     assert "\n" not in message and len(message) < 500
@@ -131,7 +131,7 @@ def test_tokens_are_those_of_the_whole_text(
     monkeypatch.setattr(texts, "PLAUSIBLE", 0)
     prompt = "the quick brown fox " * 20
     body = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True}
-    (choice,) = httpx.post(live.url + "/v1/completions", json=body).json()["choices"]
+    (choice,) = live.post("/v1/completions", json=body).json()["choices"]
     assert len(tokenized) == len(prompt) / 10 + 1
     assert choice["prompt_token_ids"] == live.decoder.tokenize(prompt)
 
@@ -154,16 +154,11 @@ def test_a_long_text_never_holds_up_a_short_one(
     answers: list[Any] = []
     ask = {"prompt": "a" * 400, "max_tokens": 1}
     waiting = threading.Thread(
-        target=lambda: answers.append(httpx.post(live.url + "/v1/completions", json=ask))
+        target=lambda: answers.append(live.post("/v1/completions", json=ask))
     )
     waiting.start()
     assert begun.wait(HANG)
-    assert (
-        httpx.post(
-            live.url + "/v1/completions", json={"prompt": "abc", "max_tokens": 1}
-        ).status_code
-        == 200
-    )
+    assert live.post("/v1/completions", json={"prompt": "abc", "max_tokens": 1}).status_code == 200
     assert not answers
     go.set()
     waiting.join()
@@ -182,9 +177,7 @@ def test_outputs_of_others_come_between_those_of_one_request(live: Live) -> None
         "ignore_eos": True,
     }
     made: list[Any] = []
-    waiting = threading.Thread(
-        target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=many))
-    )
+    waiting = threading.Thread(target=lambda: made.append(live.post("/v1/completions", json=many)))
     with gated(live.decoder.engine):
         waiting.start()
         wait_until(lambda: live.front.num_open == seeds)
@@ -240,7 +233,7 @@ def test_a_large_answer_is_the_same_written_choice_by_choice(
     made = []
     for few in (app.FEW_LOGPROBS, 0):
         monkeypatch.setattr(app, "FEW_LOGPROBS", few)
-        made.append(httpx.post(live.url + "/v1/completions", json=ask))
+        made.append(live.post("/v1/completions", json=ask))
     assert [answer.headers["content-type"] for answer in made] == ["application/json"] * 2
     first, second = (
         {name: value for name, value in one.json().items() if name not in ("id", "created")}
@@ -262,12 +255,12 @@ def test_a_chat_is_bounded_by_what_the_cache_holds() -> None:
             " and --max-model-len says less"
         )
         ask = {"messages": CHAT, "ignore_eos": True}
-        answer = httpx.post(live.url + "/v1/chat/completions", json=ask).json()
+        answer = live.post("/v1/chat/completions", json=ask).json()
         assert (
             answer["usage"]["total_tokens"] == front.max_total_tokens
             and answer["choices"][0]["finish_reason"] == "length"
         )
-        (model,) = httpx.get(live.url + "/v1/models").json()["data"]
+        (model,) = live.get("/v1/models").json()["data"]
         assert model["max_model_len"] == front.max_total_tokens < CONTEXT
         assert "give the cache more memory" in refusal(
             live, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 480}
@@ -301,7 +294,7 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
     assert setup.names == ("m?",) and setup.drafter_name == "suffix+m?"
     decoder.tokenizer.chat_template = "{{ messages }}\ud800"  # as a file of JSON may have it
     with live_server(decoder) as live:
-        assert httpx.get(live.url + "/tokenizer_info").json()["chat_template"].endswith("?")
+        assert live.get("/tokenizer_info").json()["chat_template"].endswith("?")
     with pytest.raises(InvalidInputError, match=r"has 'm.udcff', which is no text"):
         ServeConfig(served_model_name=("m\udcff",))
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -228,7 +227,7 @@ def test_log_probabilities_in_both_forms(client: openai.OpenAI, decoder: SpecDec
 def test_acceptance_stands_where_clients_look(live: Live, decoder: SpecDecoder) -> None:
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 3.0, "ignore_eos": True}
     body = {"messages": CHAT, "n": 2, "seed": 7, "return_meta_info": True, **options}
-    made = httpx.post(live.url + "/v1/chat/completions", json=body).json()
+    made = live.post("/v1/chat/completions", json=body).json()
     each = [decoder.generate(CHAT, seed=seed, **options).stats for seed in (7, 8)]
     both = pooled(each)
     assert sum(both.num_accepted) > 0
@@ -260,8 +259,8 @@ def test_metrics_count_what_was_done() -> None:
                 "ignore_eos": True,
                 "stream": stream,
             }
-            httpx.post(live.url + "/v1/completions", json=body).raise_for_status()
-        text = httpx.get(live.url + "/metrics").text
+            live.post("/v1/completions", json=body).raise_for_status()
+        text = live.get("/metrics").text
     stats = tiny_decoder().generate("abc", max_tokens=30, ignore_eos=True).stats
     labels = 'engine="0",model_name="tiny"'
     for prefix in ("specdec", "vllm"):
@@ -286,17 +285,11 @@ def test_metrics_count_what_was_done() -> None:
 def test_models_and_tokens(live: Live, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
-    assert httpx.get(live.url + "/tokenizer_info").json()["eos_token"] == "</s>"
-    made = httpx.post(
-        live.url + "/tokenize", json={"prompt": "ab c", "add_special_tokens": False}
-    ).json()
+    assert live.get("/tokenizer_info").json()["eos_token"] == "</s>"
+    made = live.post("/tokenize", json={"prompt": "ab c", "add_special_tokens": False}).json()
     assert made["count"] == 4
-    assert httpx.post(live.url + "/detokenize", json={"tokens": made["tokens"]}).json() == {
-        "prompt": "ab c"
-    }
-    made = httpx.post(
-        live.url + "/tokenize", json={"messages": CHAT, "return_token_strs": True}
-    ).json()
+    assert live.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": "ab c"}
+    made = live.post("/tokenize", json={"messages": CHAT, "return_token_strs": True}).json()
     assert "".join(made["token_strs"]) == "user: hello\nassistant: ".replace(
         "\n", made["token_strs"][11]
     )
@@ -325,7 +318,7 @@ def test_models_and_tokens(live: Live, client: openai.OpenAI) -> None:
 def test_what_cannot_be_served_is_refused_in_one_line(
     live: Live, fields: dict[str, Any], status: int, param: str | None, words: str
 ) -> None:
-    answer = httpx.post(live.url + "/v1/completions", json={"prompt": "a", **fields})
+    answer = live.post("/v1/completions", json={"prompt": "a", **fields})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (
         status,
@@ -362,7 +355,7 @@ def asking(decoder: SpecDecoder) -> Iterator[Live]:
 
 def choice_of(live: Live, **fields: Any) -> dict[str, Any]:
     body = {"prompt": "abc", "max_tokens": 12, "return_token_ids": True, **fields}
-    answer = httpx.post(live.url + "/v1/completions", json=body)
+    answer = live.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return dict(answer.json()["choices"][0])
 
@@ -447,14 +440,14 @@ def test_special_tokens_in_texts(live: Live, client: openai.OpenAI, stream: bool
 
 def test_an_output_follows_a_regex_and_salts_part_the_cache(live: Live) -> None:
     body = {"prompt": "number: ", "max_tokens": 8, "temperature": 0, "guided_regex": "[0-9]{3}x"}
-    (choice,) = httpx.post(live.url + "/v1/completions", json=body).json()["choices"]
+    (choice,) = live.post("/v1/completions", json=body).json()["choices"]
     assert re.fullmatch("[0-9]{3}x", choice["text"]) and choice["finish_reason"] == "stop"
     cached = []
     for salt in ("a", "a", "b"):
         body = {"prompt": "the same long beginning", "max_tokens": 1, "cache_salt": salt}
         cached.append(
-            httpx.post(live.url + "/v1/completions", json=body).json()["usage"][
-                "prompt_tokens_details"
-            ]["cached_tokens"]
+            live.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"][
+                "cached_tokens"
+            ]
         )
     assert cached[0] == cached[2] == 0 < cached[1]

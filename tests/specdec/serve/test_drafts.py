@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.helpers.live_server import Live
@@ -25,14 +24,14 @@ def text_of(answer: Any) -> str:
 def test_the_answer_is_the_same_in_fewer_steps(live: Live, path: str, temperature: float) -> None:
     """With the answer itself predicted, whole or in parts, or something else; also in a stream."""
     body = {**ROUTES[path], "temperature": temperature, "seed": 5, "ignore_eos": True}
-    without = httpx.post(live.url + path, json=body).raise_for_status().json()
+    without = live.post(path, json=body).raise_for_status().json()
     assert "completion_tokens_details" not in without["usage"]
     text = text_of(without)
     parts = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]
     for content in (text, parts, "plain", "quite another one", ""):
         said: Any = {"type": "content", "content": content}
         asked = {**body, "prediction": text if content == "plain" else said}
-        answer = httpx.post(live.url + path, json=asked).raise_for_status().json()
+        answer = live.post(path, json=asked).raise_for_status().json()
         assert text_of(answer) == text
         told = answer["usage"]["completion_tokens_details"]
         assert set(told) == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
@@ -43,7 +42,7 @@ def test_the_answer_is_the_same_in_fewer_steps(live: Live, path: str, temperatur
     assert told == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     asked = {**body, "prediction": {"content": text}, "stream": True}
     asked["stream_options"] = {"include_usage": True}
-    lines = httpx.post(live.url + path, json=asked).raise_for_status().text.split("\n\n")
+    lines = live.post(path, json=asked).raise_for_status().text.split("\n\n")
     usage = json.loads(lines[-3].removeprefix("data: "))["usage"]
     assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 20
 
@@ -64,7 +63,7 @@ def test_the_answer_is_the_same_in_fewer_steps(live: Live, path: str, temperatur
 def test_what_is_no_prediction(live: Live, prediction: Any, said: str) -> None:
     """In one line."""
     for path, body in ROUTES.items():
-        got = httpx.post(live.url + path, json={**body, "prediction": prediction})
+        got = live.post(path, json={**body, "prediction": prediction})
         assert got.status_code == 400 and said in got.json()["error"]["message"], got.text
 
 
@@ -73,7 +72,7 @@ def test_a_request_says_how_many_drafts_it_wants(live: Live, path: str) -> None:
     """None, fewer, or as many as there are; the answer is the same."""
     body = {**ROUTES[path], "temperature": 0, "ignore_eos": True}
     answers = [
-        httpx.post(live.url + path, json={**body, **asked}).raise_for_status().json()
+        live.post(path, json={**body, **asked}).raise_for_status().json()
         for asked in ({}, {"num_draft_tokens": 0}, {"num_draft_tokens": 1, "tree_nodes": None})
     ]
     assert len({text_of(answer) for answer in answers}) == 1
@@ -85,5 +84,5 @@ def test_a_request_says_how_many_drafts_it_wants(live: Live, path: str) -> None:
         ("num_draft_tokens", "2", "num_draft_tokens"),
         ("tree_nodes", 2, "tree_nodes is 2 and this engine has 0 at most"),
     ):
-        got = httpx.post(live.url + path, json={**body, name: asked})
+        got = live.post(path, json={**body, name: asked})
         assert got.status_code == 400 and said in got.json()["error"]["message"], got.text

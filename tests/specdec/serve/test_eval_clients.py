@@ -127,11 +127,7 @@ def test_completions_of_lm_eval(server: Live, decoder: SpecDecoder, folder: Path
     """`local-completions` generates what the model does in this process, and scores the same."""
     one = problems(folder)
     given = arguments(
-        server,
-        "/v1/completions",
-        folder,
-        tokenizer_backend="huggingface",
-        num_concurrent=4,
+        server, "/v1/completions", folder, tokenizer_backend="huggingface", num_concurrent=4
     )
     found, expected = (
         evaluate("local-completions", one, given),

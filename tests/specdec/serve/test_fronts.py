@@ -26,7 +26,7 @@ from specdec.session.link.link import Link
 from tests.helpers.forked import Forked
 from tests.helpers.live_server import live_server, tiny_decoder
 from tests.helpers.processes import below
-from tests.helpers.served import serving
+from tests.helpers.served import is_draining, serving
 from tests.helpers.waiting import HANG, wait_until
 
 LONG = {"prompt": "abc", "max_tokens": 480, "ignore_eos": True, "temperature": 0, "n": 64}
@@ -126,9 +126,15 @@ while True:
 
 @pytest.mark.slow
 def test_a_front_that_says_nonsense_is_ended_and_another_one_serves() -> None:
+    """Until a signal drains the server: what is unfinished goes on, and it ends in good order."""
     with serving(ServeConfig(port=0), TAKEN_OVER) as (server, url):
         wait_until(lambda: answers(url) or server.poll() is not None)
-        server.send_signal(signal.SIGTERM)
+        with httpx.stream("POST", url + URL, json=LONG | {"stream": True, "n": 1}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGHUP)
+            wait_until(lambda: is_draining(url))
+            assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.wait(HANG) == 0
         (line,) = server.stderr.read().splitlines()
         assert "was ended by SIGKILL, for a message is ['nonsense'" in line
@@ -315,7 +321,7 @@ def test_a_slow_client_gets_less_often_more(monkeypatch: pytest.MonkeyPatch) -> 
         with socket.create_connection((host, int(port)), timeout=HANG) as client:
             client.sendall(f"{head}\r\n\r\n{body}".encode())
             answer = b"".join(iter(lambda: client.recv(65_536), b""))
-        want = httpx.post(live.url + URL, json=asked).json()["choices"][0]["text"]
+        want = live.post(URL, json=asked).json()["choices"][0]["text"]
     lines = answer.partition(b"\r\n\r\n")[2].decode().splitlines()
     events: list[Any] = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     texts = {event["choices"][0]["index"]: event["choices"][0]["text"] for event in events[::2]}

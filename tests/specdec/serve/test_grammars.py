@@ -84,7 +84,7 @@ def test_too_many_grammars_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again later: no mistake of the client's."""
     monkeypatch.setattr(queues_module, "MAX_WAITING", 0)
     with live_server() as live:
-        answer = httpx.post(live.url + URL, json={"prompt": "abc", "guided_regex": "a+"})
+        answer = live.post(URL, json={"prompt": "abc", "guided_regex": "a+"})
     assert answer.status_code == 503 and "grammars wait" in answer.json()["error"]["message"]
 
 

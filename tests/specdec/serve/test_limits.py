@@ -104,17 +104,17 @@ def test_a_full_queue_is_told_and_room_is_found_again() -> None:
         openai.OpenAI(base_url=live.url + "/v1", api_key="x") as client,
     ):
         with running(live):
-            answer = httpx.post(live.url + "/v1/completions", json={**LONG, "n": 2})
+            answer = live.post("/v1/completions", json={**LONG, "n": 2})
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             assert (
                 "1 outputs are unfinished and the limit is 2" in answer.json()["error"]["message"]
             )
-            answer = httpx.post(live.url + "/v1/completions", json={**LONG, "prompt": "a" * 98})
+            answer = live.post("/v1/completions", json={**LONG, "prompt": "a" * 98})
             assert (
                 answer.status_code == 503
                 and "3 prompt tokens are unfinished" in answer.json()["error"]["message"]
             )
-            answer = httpx.post(live.url + "/v1/completions", json={**LONG, "n": 3})
+            answer = live.post("/v1/completions", json={**LONG, "n": 3})
             assert (
                 answer.status_code == 400
                 and "has 3 outputs and the limit is 2" in answer.json()["error"]["message"]
@@ -139,9 +139,9 @@ def test_the_key_guards_all_but_health() -> None:
         ):
             headers = {"Authorization": key} if key else {}
             for path in ("/v1/models", "/metrics", "/tokenizer_info"):
-                assert httpx.get(live.url + path, headers=headers).status_code == status
-        assert httpx.get(live.url + "/health").status_code == 200
-        assert httpx.options(live.url + "/v1/models").status_code == 405
+                assert live.get(path, headers=headers).status_code == status
+        assert live.get("/health").status_code == 200
+        assert live.options("/v1/models").status_code == 405
         with (
             openai.OpenAI(base_url=live.url + "/v1", api_key="wrong") as client,
             pytest.raises(openai.AuthenticationError),
@@ -156,7 +156,7 @@ def test_a_body_has_a_limit_with_its_length_and_without() -> None:
         body = b'{"prompt": "' + b"a" * 1000 + b'"}'
         headers = {"Content-Type": "application/json"}
         for content in (body, iter([body[:600], body[600:]])):
-            answer = httpx.post(live.url + "/v1/completions", content=content, headers=headers)
+            answer = live.post("/v1/completions", content=content, headers=headers)
             assert (
                 answer.status_code == 413
                 and "more than 1,000 bytes" in answer.json()["error"]["message"]
@@ -167,7 +167,7 @@ def test_an_end_lets_the_unfinished_finish_and_refuses_the_new() -> None:
     with live_server(drain_seconds=HANG) as live:
         made: list[Any] = []
         waiting = threading.Thread(
-            target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=LONG))
+            target=lambda: made.append(live.post("/v1/completions", json=LONG))
         )
         with gated(live.decoder.engine, FEW), httpx.Client() as other:
             assert other.get(live.url + "/health").status_code == 200
@@ -220,14 +220,11 @@ def test_an_error_of_the_engine_is_told_and_survived_or_ends_the_server(
             return step()
 
         monkeypatch.setattr(engine, "step", sometimes)
-        answer = httpx.post(live.url + "/v1/completions", json=LONG)
+        answer = live.post("/v1/completions", json=LONG)
         assert answer.status_code == 500 and "lost device" in answer.json()["error"]["message"]
-        assert (
-            httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code
-            == 200
-        )
+        assert live.post("/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
         fail(2)
-        assert httpx.post(live.url + "/v1/completions", json=LONG).status_code == 500
+        assert live.post("/v1/completions", json=LONG).status_code == 500
         live.join()
         assert live.hub.dead
 
@@ -241,7 +238,7 @@ def test_a_lost_device_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
     with live_server() as live:
         monkeypatch.setattr(live.decoder.engine, "step", lost)
         monkeypatch.setattr(live.decoder.engine, "reset", lost)
-        assert httpx.post(live.url + "/v1/completions", json=LONG).status_code == 500
+        assert live.post("/v1/completions", json=LONG).status_code == 500
         live.join()
         assert live.hub.dead
 
@@ -252,10 +249,7 @@ def test_a_rank_that_ends_while_nobody_waits_ends_the_server(
     ranks = SimpleNamespace(ended=None)
     monkeypatch.setattr("specdec.session.decoder.executor_of", lambda target: ranks)
     with live_server() as live:
-        assert (
-            httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code
-            == 200
-        )
+        assert live.post("/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
         ranks.ended = "rank 1 of the tensor-parallel group was ended by SIGKILL"
         live.join()
         errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
@@ -265,10 +259,7 @@ def test_a_rank_that_ends_while_nobody_waits_ends_the_server(
 @pytest.mark.slow
 def test_the_command_serves_the_embedded_model_and_ends_at_sigterm() -> None:
     words = "serve --port 0 --device cpu --max-num-seqs 2 --drafter ngram"
-    with (
-        command(words) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client,
-    ):
+    with command(words) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
         chat: Any = [{"role": "user", "content": "What is the capital of France? One word."}]
         made = client.chat.completions.create(
             model="embedded", messages=chat, max_tokens=12, temperature=0

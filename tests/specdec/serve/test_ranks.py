@@ -116,7 +116,7 @@ def answers(live: Live) -> list[dict[str, Any]]:
     """Of `REQUESTS`, asked all at once."""
 
     def ask(request: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-        answer = httpx.post(live.url + request[0], json=request[1])
+        answer = live.post(request[0], json=request[1])
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 

@@ -31,7 +31,7 @@ def test_an_unknown_field_is_warned_of_once(live: Live, caplog: pytest.LogCaptur
         "stream_options": {"include_use": True},
     }
     for _ in range(2):
-        httpx.post(live.url + "/v1/completions", json=body).raise_for_status()
+        live.post("/v1/completions", json=body).raise_for_status()
     said = [record.getMessage() for record in caplog.records]
     for name in ("colour", "response_format.depth", "stream_options.include_use"):
         assert (
@@ -66,7 +66,7 @@ def test_null_is_a_field_that_is_not_set(
     )
     limit = {"max_tokens": 1, "seed": 0} if "max_tokens" in fields else {}
     want, found = (
-        httpx.post(live.url + path, json=more | needed | limit)
+        live.post(path, json=more | needed | limit)
         for more in ({}, within | dict.fromkeys([*REFUSED, "colour", *fields]))
     )
     assert found.status_code == 200, found.text
@@ -130,7 +130,7 @@ def test_a_bad_grammar_is_the_client_s_mistake(live: Live, fields: dict[str, Any
 def test_a_wrong_field_is_told_in_the_client_s_words(
     live: Live, fields: dict[str, Any], said: str
 ) -> None:
-    answer = httpx.post(live.url + "/v1/chat/completions", json={"messages": CHAT, **fields})
+    answer = live.post("/v1/chat/completions", json={"messages": CHAT, **fields})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(said)
 
@@ -139,18 +139,18 @@ def test_samplers_of_others_that_are_off_are_let_pass(live: Live) -> None:
     body = {"mirostat": 0, "dry_multiplier": 0.0, "xtc_probability": 0, "repeat_penalty": 1}
     body |= {"tfs_z": 1.0, "top_n_sigma": -1, "typical_p": 1.0, "dynatemp_range": 0.0}
     asked = {"prompt": "a", "max_tokens": 1, **body}
-    httpx.post(live.url + "/v1/completions", json=asked).raise_for_status()
+    live.post("/v1/completions", json=asked).raise_for_status()
 
 
 def test_a_dead_end_in_the_midst_is_the_client_s_mistake(live: Live) -> None:
     """No token of this vocabulary is a ~."""
     body = {"prompt": "a", "max_tokens": 9, "guided_grammar": 'root ::= "ab" "~"'}
-    answer = httpx.post(live.url + "/v1/completions", json=body)
+    answer = live.post("/v1/completions", json=body)
     assert (
         answer.status_code == 400
         and "allows no token of the vocabulary" in answer.json()["error"]["message"]
     )
-    events = httpx.post(live.url + "/v1/completions", json=body | {"stream": True}).text
+    events = live.post("/v1/completions", json=body | {"stream": True}).text
     assert '"type": "invalid_request_error"' in events and events.endswith("data: [DONE]\n\n")
 
 
@@ -160,13 +160,10 @@ def test_what_a_schema_is_not_held_to_is_said_in_the_answer(live: Live) -> None:
         "max_tokens": 30,
         "guided_json": {"type": "string", "format": "colour", "maxLength": 2},
     }
-    (warning,) = httpx.post(live.url + "/v1/completions", json=body).json()["warnings"]
+    (warning,) = live.post("/v1/completions", json=body).json()["warnings"]
     assert warning == "format colour at # is taken for an annotation"
     assert (
-        "warnings"
-        not in httpx.post(
-            live.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}
-        ).json()
+        "warnings" not in live.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).json()
     )
 
 
@@ -209,7 +206,7 @@ def test_line_ends_of_unicode_are_escaped_in_events(live: Live) -> None:
     """Clients that read lines of text lose an event that holds one."""
     text = "a\u2028b\u2029c\x85d"
     body = {"prompt": text, "max_tokens": 1, "stream": True, "echo": True}
-    events = httpx.post(live.url + "/v1/completions", json=body).text
+    events = live.post("/v1/completions", json=body).text
     assert not set(text) - set("abcd") & set(events)
     first = next(line for line in events.splitlines() if line)
     assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == text
@@ -219,8 +216,8 @@ def test_line_ends_of_unicode_are_escaped_in_events(live: Live) -> None:
 def test_usage_in_every_event(live: Live, path: str) -> None:
     body = {"prompt": "abc", "n": 2} if path == "/v1/completions" else {"messages": CHAT, "n": 2}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    events = httpx.post(
-        live.url + path, json={**body, "max_tokens": 6, "stream": True, "stream_options": options}
+    events = live.post(
+        path, json={**body, "max_tokens": 6, "stream": True, "stream_options": options}
     ).text
     found = [
         json.loads(line.removeprefix("data: "))["usage"]
@@ -244,9 +241,7 @@ def test_warnings_come_with_the_end_of_a_stream(live: Live) -> None:
         "stream": True,
     }
     *_, last, _ = [
-        line
-        for line in httpx.post(live.url + "/v1/completions", json=body).text.splitlines()
-        if line
+        line for line in live.post("/v1/completions", json=body).text.splitlines() if line
     ]
     assert json.loads(last.removeprefix("data: "))["warnings"] == [
         "format colour at # is taken for an annotation"
@@ -254,12 +249,12 @@ def test_warnings_come_with_the_end_of_a_stream(live: Live) -> None:
 
 
 def test_what_benchmarks_of_others_read(live: Live) -> None:
-    httpx.post(
-        live.url + "/v1/completions", json={"prompt": "a", "max_tokens": 9, "ignore_eos": True}
+    live.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 9, "ignore_eos": True}
     ).raise_for_status()
-    (model,) = httpx.get(live.url + "/v1/models").json()["data"]
+    (model,) = live.get("/v1/models").json()["data"]
     assert model["root"] == model["id"]
-    (state,) = httpx.get(live.url + "/server_info").json()["internal_states"]
+    (state,) = live.get("/server_info").json()["internal_states"]
     assert state["avg_spec_accept_length"] == live.front.totals.tau >= 1
 
 
@@ -274,14 +269,14 @@ def test_balancers_ask_in_their_ways(method: str, path: str) -> None:
 def test_a_wrong_route_is_told_the_right_ones(live: Live) -> None:
     """To a client whose base URL lacks /v1, or that asks for what there is not."""
     for path in ("/chat/completions", "/v1/embeddings"):
-        message = httpx.post(live.url + path, json={}).json()["error"]["message"]
+        message = live.post(path, json={}).json()["error"]["message"]
         assert f"POST {path}: not found; there are /v1/completions, /v1/chat" in message
 
 
 def test_the_name_of_a_field_may_be_no_text(live: Live) -> None:
     body = b'{"prompt": "a", "\\ud800": 1}'
     kind = {"Content-Type": "application/json"}
-    answer = httpx.post(live.url + "/v1/completions", content=body, headers=kind)
+    answer = live.post("/v1/completions", content=body, headers=kind)
     assert answer.status_code == 400
     assert "name of a field is not Unicode" in answer.json()["error"]["message"]
 
@@ -295,9 +290,7 @@ def test_bytes_of_tokens_are_the_text(live: Live) -> None:
         "logprobs": True,
     }
     for shown, text in ((True, "ab"), (False, f"ab{end}")):
-        answer = httpx.post(
-            live.url + "/v1/chat/completions", json={**asked, "skip_special_tokens": shown}
-        )
+        answer = live.post("/v1/chat/completions", json={**asked, "skip_special_tokens": shown})
         (choice,) = answer.json()["choices"]
         entries = choice["logprobs"]["content"]
         assert len(entries) == 3 and choice["message"]["content"] == text
@@ -311,7 +304,7 @@ def test_pages_from_elsewhere_are_let_in_by_name_alone() -> None:
         "Access-Control-Request-Headers": "authorization",
     }
     with live_server(api_key="k", allowed_origins=("https://a.example",)) as live:
-        answer = httpx.options(live.url + "/v1/completions", headers=ask)
+        answer = live.options("/v1/completions", headers=ask)
         assert (
             answer.status_code == 200
             and answer.headers["access-control-allow-origin"] == "https://a.example"
@@ -320,16 +313,15 @@ def test_pages_from_elsewhere_are_let_in_by_name_alone() -> None:
         for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
             headers = {"Origin": origin, "Authorization": "Bearer k"}
             assert (
-                "access-control-allow-origin"
-                in httpx.get(live.url + "/v1/models", headers=headers).headers
+                "access-control-allow-origin" in live.get("/v1/models", headers=headers).headers
             ) == allowed
-        refused = httpx.get(live.url + "/v1/models", headers={"Origin": "https://a.example"})
+        refused = live.get("/v1/models", headers={"Origin": "https://a.example"})
         assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
 
 
 def test_none_are_by_default(live: Live) -> None:
-    answer = httpx.options(
-        live.url + "/v1/models",
+    answer = live.options(
+        "/v1/models",
         headers={"Origin": "https://a.example", "Access-Control-Request-Method": "GET"},
     )
     assert answer.status_code == 405 and not any(

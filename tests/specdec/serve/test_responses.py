@@ -39,10 +39,7 @@ def client(live: Live) -> openai.OpenAI:
 def test_a_text_is_that_of_a_chat(client: openai.OpenAI) -> None:
     made = client.responses.create(**ASKED, temperature=0)
     chat = client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "hi"}],
-        temperature=0,
-        max_tokens=200,
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], temperature=0, max_tokens=200
     )
     assert made.output_text == chat.choices[0].message.content
     assert chat.usage is not None and made.usage is not None
@@ -84,9 +81,7 @@ def test_a_stream_adds_up_to_the_answer(live: Live, client: openai.OpenAI, bias:
         assert "response.function_call_arguments.done" in kinds
     else:
         assert pieces == whole.output_text and "response.output_text.done" in kinds
-    lines = httpx.post(
-        f"{live.url}/v1/responses", json={**ASKED, **body, "stream": True}, timeout=HANG
-    ).text
+    lines = live.post("/v1/responses", json={**ASKED, **body, "stream": True}, timeout=HANG).text
     assert "[DONE]" not in lines and lines.startswith("event: response.created\ndata: {")
 
 

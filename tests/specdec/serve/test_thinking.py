@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -23,11 +22,7 @@ def decoder_of(template: str, **options: Any) -> SpecDecoder:
     verifier = paged_verifier(plain_model("llama"), 4)
     engine = EngineConfig(max_num_seqs=2, num_draft_tokens=3, max_model_len=256)
     return SpecDecoder(
-        verifier,
-        thinking_tokenizer(template),
-        random_dflash(verifier),
-        engine,
-        **options,
+        verifier, thinking_tokenizer(template), random_dflash(verifier), engine, **options
     )
 
 
@@ -51,8 +46,7 @@ def test_parts_of_answers_and_streams(client: openai.OpenAI) -> None:
         count += 1
     assert parts == [message.reasoning_content, message.content] and count > 5
     whole = client.chat.completions.create(
-        **ASKED,
-        extra_body={**budget, "separate_reasoning": False},
+        **ASKED, extra_body={**budget, "separate_reasoning": False}
     )
     assert whole.choices[0].message.content == f"{parts[0]}</think>{parts[1]}"
     for stream in (False, True):
@@ -77,8 +71,7 @@ def test_log_probabilities_come_with_either_part(client: openai.OpenAI) -> None:
 
 def test_a_grammar_begins_behind_the_thinking(client: openai.OpenAI) -> None:
     made = client.chat.completions.create(
-        **ASKED,
-        extra_body={"thinking_token_budget": 5, "guided_regex": "(ab)+"},
+        **ASKED, extra_body={"thinking_token_budget": 5, "guided_regex": "(ab)+"}
     )
     message: Any = made.choices[0].message
     assert message.content.startswith("ab") and len(message.reasoning_content) == 5
@@ -106,7 +99,7 @@ def test_a_default_that_a_request_overrides() -> None:
             assert tokenizer.decode(thinking).endswith("assistant ")
             if "thinking" not in words:
                 body = {"messages": ASKED["messages"], **words}
-                assert httpx.post(f"{live.url}/tokenize", json=body).json()["tokens"] == thinking
+                assert live.post("/tokenize", json=body).json()["tokens"] == thinking
 
 
 @pytest.mark.parametrize("words", [{"enable_thinking": False}, {"thinking": {"type": "disabled"}}])
@@ -119,7 +112,7 @@ def test_it_is_switched_off_in_the_words_of_several_providers(
     decoder.tokenizer.chat_template = SWITCHED.replace("enable_thinking", variable)
     with live_server(decoder) as live:
         body = {**ASKED, **words, "return_token_ids": True}
-        made = httpx.post(f"{live.url}/v1/chat/completions", json=body).json()
+        made = live.post("/v1/chat/completions", json=body).json()
         assert live.decoder.tokenizer.decode(made["prompt_token_ids"]).endswith("</think>")
 
 
@@ -127,7 +120,6 @@ def test_a_model_that_does_not_think() -> None:
     with live_server() as live:
         client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none")
         with pytest.raises(
-            openai.BadRequestError,
-            match="no token that is known to end a thinking",
+            openai.BadRequestError, match="no token that is known to end a thinking"
         ):
             client.chat.completions.create(**ASKED, extra_body={"thinking_token_budget": 5})

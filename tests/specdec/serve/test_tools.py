@@ -20,15 +20,7 @@ from specdec.session.decoder import SpecDecoder
 from specdec.session.link.channel import Facts
 from tests.checks.calls import asked, compare
 from tests.helpers.live_server import MODEL, live_server
-from tests.helpers.tools import (
-    HARMONY,
-    HERMES,
-    MISTRAL,
-    THINKING,
-    UNKNOWN,
-    function,
-    tool_decoder,
-)
+from tests.helpers.tools import HARMONY, HERMES, MISTRAL, THINKING, UNKNOWN, function, tool_decoder
 from tests.helpers.waiting import HANG
 
 CITY: Any = {
@@ -214,7 +206,9 @@ def test_channels() -> None:
                 assert (made.finish_reason == "tool_calls") == bool(message.tool_calls)
             kinds |= {name for name in ("content", "tool_calls") if getattr(message, name)}
             kinds |= {"thought"} if thought else set()
-    assert kinds == {"content", "tool_calls", "thought"}
+            if seed >= 2 and kinds == {"content", "tool_calls", "thought"}:
+                return
+    raise AssertionError(f"only {kinds}")
 
 
 def test_a_model_thinks_before_it_calls() -> None:

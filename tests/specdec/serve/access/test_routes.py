@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 from fastapi.routing import APIRoute
 
@@ -125,4 +124,4 @@ def test_no_other_header_is_a_key(live: Live, header: str) -> None:
 def test_the_right_key_opens_all(live: Live) -> None:
     key = {"Authorization": "Bearer secret"}
     for path in ("/v1/models", "/metrics", "/status", "/server_info", "/tokenizer_info"):
-        assert httpx.get(live.url + path, headers=key).status_code == 200
+        assert live.get(path, headers=key).status_code == 200

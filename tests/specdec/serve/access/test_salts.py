@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from drafters.suffix.drafter import SuffixDrafter
@@ -52,7 +51,7 @@ def cost(live: Live, work: Work, prompt: str, salt: str | None) -> tuple[int, in
     """
     work.rows = 0
     body = {**BODY, "prompt": prompt} | ({} if salt is None else {"cache_salt": salt})
-    answer = httpx.post(live.url + "/v1/completions", json=body).raise_for_status().json()
+    answer = live.post("/v1/completions", json=body).raise_for_status().json()
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return work.rows, cached, answer["meta_info"]["spec_verify_ct"]
 

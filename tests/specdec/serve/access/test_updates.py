@@ -77,11 +77,11 @@ def live(folders: Path) -> Iterator[Live]:
 
 
 def update(live: Live, name: Any) -> httpx.Response:
-    return httpx.post(live.url + ROUTE, json={"drafter": name}, headers=KEY)
+    return live.post(ROUTE, json={"drafter": name}, headers=KEY)
 
 
 def ask(live: Live, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(live.url + TEXTS, json={**LONG, **body}, headers=KEY)
+    answer = live.post(TEXTS, json={**LONG, **body}, headers=KEY)
     return dict(answer.raise_for_status().json())
 
 
@@ -118,7 +118,7 @@ def test_answers_stay_and_tau_follows_the_weights(live: Live) -> None:
             before = list(rounds)
             assert update(live, name).json() == {"drafter": name}
             assert (tau(live) > tokens) == (tokens > 2), name
-            info = httpx.get(live.url + "/server_info", headers=KEY).json()
+            info = live.get("/server_info", headers=KEY).json()
             assert info["drafter"] == name
             for number in range(len(ASKED)):
                 wait_until(partial(lambda one, then: rounds[one] > then, number, before[number]))
@@ -152,7 +152,7 @@ def test_what_cannot_draft_is_refused(live: Live, folders: Path, name: Any, line
     assert answer.status_code == 400 and line in message and "\n" not in message
     assert str(folders) not in message
     assert tau(live) > 3
-    assert httpx.get(live.url + "/server_info", headers=KEY).json()["drafter"] == "good"
+    assert live.get("/server_info", headers=KEY).json()["drafter"] == "good"
 
 
 def test_another_update_meanwhile_has_to_wait(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +177,9 @@ def test_another_update_meanwhile_has_to_wait(live: Live, monkeypatch: pytest.Mo
 
 
 def test_the_route_is_for_who_opens_it_and_has_the_key(live: Live, tmp_path: Path) -> None:
-    assert httpx.post(live.url + ROUTE, json={"drafter": "good"}).status_code == 401
+    assert live.post(ROUTE, json={"drafter": "good"}).status_code == 401
     with live_server() as closed:
-        assert httpx.post(closed.url + ROUTE, json={"drafter": "good"}).status_code == 404
+        assert closed.post(ROUTE, json={"drafter": "good"}).status_code == 404
     with pytest.raises(InvalidInputError, match="needs a key"):
         ServeConfig(drafter_updates=str(tmp_path))
     with pytest.raises(InvalidInputError, match="is no folder"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -74,9 +73,7 @@ def test_an_answer_tells_them() -> None:
         "return_token_ids": True,
     }
     with live_server(SpecDecoder(verifier, tokenizer, None, engine)) as live:
-        answer = httpx.post(
-            live.url + "/v1/completions", json={"prompt": [5], "logprobs": 5, **body}
-        ).json()
+        answer = live.post("/v1/completions", json={"prompt": [5], "logprobs": 5, **body}).json()
         (choice,) = answer["choices"]
         tokens, told = choice["token_ids"], choice["logprobs"]
         assert b"".join(map(pieces.of, tokens)).decode(errors="replace") == choice["text"]
@@ -87,9 +84,7 @@ def test_an_answer_tells_them() -> None:
             -1
         ] <= len(choice["text"])
         chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2}
-        (choice,) = httpx.post(live.url + "/v1/chat/completions", json={**chat, **body}).json()[
-            "choices"
-        ]
+        (choice,) = live.post("/v1/chat/completions", json={**chat, **body}).json()["choices"]
         found = choice["logprobs"]["content"]
         assert bytes(byte for entry in found for byte in entry["bytes"]) == b"".join(
             map(pieces.of, choice["token_ids"])

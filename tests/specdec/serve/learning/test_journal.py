@@ -83,7 +83,7 @@ def test_a_server_goes_on_behind_one_that_was_killed(tmp_path: Path) -> None:
 
 
 def ask(live: Live, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-    return httpx.post(live.url + path, json={**BODY, **body})
+    return live.post(path, json={**BODY, **body})
 
 
 def test_only_what_may_be_is_kept(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_only_what_may_be_is_kept(tmp_path: Path) -> None:
         ask(live, chat, messages=[{"role": "user", "content": "x"}], store=False)
         refused = ask(live, prompt=[3, 3, 3], temperature=-1)
         response = {"input": "y", "store": False, "max_output_tokens": 8}
-        httpx.post(live.url + "/v1/responses", json=response).raise_for_status()
+        live.post("/v1/responses", json=response).raise_for_status()
         assert refused.status_code == 400
         assert live.learner is not None and str(folder) in live.learner.line
     kept = [(list(a.prompt_ids), list(a.answer_ids)) for a in read_served(folder)]

@@ -13,18 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from drafters.training.learning.served import read_served
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
 from specdec.session.link.link import Ended
-from tests.drafters.training.learning.kept import (
-    OPTIONS,
-    prompts,
-    write_kept,
-    write_untrained,
-)
+from tests.drafters.training.learning.kept import OPTIONS, prompts, write_kept, write_untrained
 from tests.drafters.training.toy import write_target
 from tests.helpers.live_server import Live, live_server
 from tests.helpers.waiting import wait_until
@@ -77,7 +71,7 @@ def serving(world: Path, folder: Path, options: str) -> Any:
 
 def ask(live: Live, prompt: list[int], **more: Any) -> dict[str, Any]:
     body = {"prompt": prompt, **LONG, **more}
-    answer = httpx.post(live.url + "/v1/completions", json=body, timeout=None)
+    answer = live.post("/v1/completions", json=body, timeout=None)
     return dict(answer.raise_for_status().json())
 
 
@@ -99,7 +93,7 @@ def teach(live: Live, world: Path) -> None:
 
 
 def metric(live: Live, name: str, **labels: str) -> float | None:
-    text = httpx.get(live.url + "/metrics").text
+    text = live.get("/metrics").text
     for line in text.splitlines():
         found = re.fullmatch(rf"specdec:{name}{{(.*)}} (\S+)", line)
         if found and all(f'{label}="{value}"' in found[1] for label, value in labels.items()):
@@ -138,7 +132,7 @@ def test_tau_rises_and_answers_stay(world: Path, tmp_path: Path) -> None:
         answers, tau_after = fresh(live)
         assert answers == expected and not wrong
         assert tau_after > 1.3 * tau
-        assert httpx.get(live.url + "/server_info").json()["drafter"] == "learned-0001"
+        assert live.get("/server_info").json()["drafter"] == "learned-0001"
         before, after = (metric(live, "learning_tau", weights=w) for w in ("before", "after"))
         assert before and after and after > 1.1 * before
         assert metric(live, "learning_rounds_total", outcome="taken") == 1
@@ -155,7 +149,7 @@ def test_weights_that_are_not_better_do_not_draft(
     with serving(world, tmp_path / "kept", "still") as live:
         teach(live, world)
         wait_until(lambda: rounds(live, "not better") == 1)
-        assert httpx.get(live.url + "/server_info").json()["drafter"] == "untrained"
+        assert live.get("/server_info").json()["drafter"] == "untrained"
         assert rounds(live, "taken") == 0
     assert "learned-0001 is not taken: held-out tau" in caplog.text
 

@@ -32,7 +32,7 @@ def ask(live: Live, name: str | None = None, **changes: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {KEY}", "origin": "https://a.example"}
     if name is not None:
         headers["x-request-id"] = name
-    return httpx.post(live.url + "/v1/completions", json={**BODY, **changes}, headers=headers)
+    return live.post("/v1/completions", json={**BODY, **changes}, headers=headers)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -65,11 +65,11 @@ def test_what_is_refused_has_a_name_and_a_line(
 ) -> None:
     """Before any route as well; what is not posted has no line."""
     caplog.set_level(logging.INFO, logger=request_log.__name__)  # a test ends what it has set
-    got = httpx.post(live.url + "/v1/completions", json=BODY, headers={"x-request-id": "mine"})
+    got = live.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
     assert got.status_code == 401 and got.headers["x-request-id"] == "mine"
     got = ask(live, "wrong", temperature=-1)
     assert got.status_code == 400 and got.headers["x-request-id"] == "wrong"
-    assert httpx.get(live.url + "/health").headers["x-request-id"]
+    assert live.get("/health").headers["x-request-id"]
     wait_until(lambda: len(lines(caplog)) == 2)
     for line, name, status in zip(lines(caplog), ("mine", "wrong"), (401, 400), strict=True):
         said = f"request {name}: POST /v1/completions {status}, "
@@ -78,14 +78,14 @@ def test_what_is_refused_has_a_name_and_a_line(
 
 def test_no_line_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     with live_server() as live:
-        got = httpx.post(live.url + "/v1/completions", json=BODY)
+        got = live.post("/v1/completions", json=BODY)
         assert got.headers["x-request-id"] and not lines(caplog)
 
 
 def test_the_server_says_what_it_is(live: Live) -> None:
     """To who has the key, and nothing that is secret."""
-    assert httpx.get(live.url + "/server_info").status_code == 401
-    got = httpx.get(live.url + "/server_info", headers={"authorization": f"Bearer {KEY}"})
+    assert live.get("/server_info").status_code == 401
+    got = live.get("/server_info", headers={"authorization": f"Bearer {KEY}"})
     told = got.json()
     assert KEY not in got.text and "api_key" not in got.text and "command" not in told
     assert told["engine"]["num_draft_tokens"] == 3 and told["engine"]["max_num_seqs"] == 4
