@@ -18,11 +18,11 @@ from specdec.model.core import Drafter
 from specdec.sampling.params import SamplingParams
 from tests.helpers.guided import SAMPLINGS as GUIDED
 from tests.helpers.guided import GuidedCase
+from tests.helpers.recorder import Recorder, refuse
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tree_engine import MAX_TOKENS, SAMPLINGS, TREES, TreeCase, finish, tokens
 from tests.helpers.trees import random_trees
-from tests.specdec.engine.capture.test_graphs import Recorder, refuse
 from tests.specdec.engine.test_budget import at_random, by_token, reading, ruled
 
 FAMILIES = [

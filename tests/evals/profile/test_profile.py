@@ -26,7 +26,7 @@ from specdec.engine.capture.graphs import StepGraphs
 from specdec.session.decoder import SpecDecoder
 from specdec.session.drafter_choice import find_drafter
 from tests.evals.tiny import tiny_decoder
-from tests.specdec.engine.capture.test_graphs import Recorder
+from tests.helpers.recorder import Recorder
 
 PROMPTS = [[5, 6, 7, 5, 6, 7], [9, 10, 9, 10]]
 

@@ -19,6 +19,7 @@ from specdec.engine.acceptance import accept
 from specdec.sampling.noise import Purpose, uniform
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
+from tests.helpers.cases import in_turns
 from tests.specdec.engine import toy_target
 from tests.specdec.engine.toy_target import FORMS, START, TARGET, K, V, propose, sampling_for
 from tests.specdec.sampling.test_sampler import transformers_probs
@@ -87,8 +88,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize(("filters", "temperature"), in_turns(FILTERS, [1.0, 0.6], 1))
 def test_joint_distribution_is_the_targets(form: str, temperature: float, filters: str) -> None:
     """Catches a wrong acceptance rule, a wrong residual, filters missing from p, and random numbers
     that must not be reused.

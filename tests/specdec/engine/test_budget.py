@@ -26,12 +26,13 @@ from specdec.model.core import AcceptOutput, Drafter, DraftOutput
 from specdec.model.packing import Packing
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
+from tests.helpers.cases import in_turns
 from tests.helpers.guards import guard_steps
+from tests.helpers.recorder import Recorder, refuse
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 from tests.helpers.tree_engine import SAMPLINGS, TREES, TreeCase, finish, tokens
-from tests.specdec.engine.capture.test_graphs import Recorder, refuse
 
 Rule = Callable[[DecodeBatch, DraftOutput, int], Tensor]
 
@@ -112,8 +113,7 @@ def reading(outputs: dict[tuple[int, ...], list[int]], engine: SpecEngine, sign:
     return rule
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("drafter", "sampling"), in_turns(DRAFTERS, list(SAMPLINGS)))
 def test_as_plain_decoding(case: TreeCase, drafter: str, sampling: str) -> None:
     """Tokens and log-probabilities, from half a draft of a request on; nothing waits."""
     for budget in (0.5, 3.5) if "scripted" in drafter else (2.5,):

@@ -19,11 +19,11 @@ from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
 from specdec.model.core import ContextLimits
 from specdec.sampling.params import SamplingParams
+from tests.helpers.recorder import Recorder
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model
 from tests.helpers.tiny_predictions import CASES, reference, write_target
-from tests.specdec.engine.capture.test_graphs import Recorder
 from verifiers.config.shape import context_limits
 from verifiers.load import load_verifier
 

@@ -25,12 +25,12 @@ from specdec.model.core import Drafter, DraftOutput
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.guided import GRAMMARS, MAX_TOKENS, SAMPLINGS, GuidedCase, tokens
+from tests.helpers.recorder import Recorder
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import random_dflash
 from tests.helpers.trees import random_trees
 from tests.helpers.waiting import HANG
-from tests.specdec.engine.capture.test_graphs import Recorder
 
 K, NODES = 4, 9
 

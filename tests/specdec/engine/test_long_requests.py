@@ -16,10 +16,11 @@ from specdec.model.core import Verifier
 from specdec.model.scratch import next_token_logits
 from specdec.sampling.params import SamplingParams
 from tests.helpers.bounds import assert_as_exact, in_float64
+from tests.helpers.recorder import Recorder
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_configs import SHORT_LEN
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
-from tests.specdec.engine.capture.test_graphs import Case, Recorder, beginnings, run
+from tests.specdec.engine.capture.test_graphs import Case, beginnings, run
 
 K = 3
 TEXT = [token for prompt in random_prompts(3, seed=3) for token in prompt]

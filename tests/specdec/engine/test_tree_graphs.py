@@ -23,11 +23,12 @@ from specdec.sampling import scores
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.scores import penalized
 from specdec.sampling.tensors import SamplingTensors
+from tests.helpers.cases import in_turns
 from tests.helpers.guards import no_host_sync
+from tests.helpers.recorder import Recorder, refuse
 from tests.helpers.scripted_trees import BoundTrees, ScriptedTrees
 from tests.helpers.tiny_models import random_dflash
 from tests.helpers.tree_engine import DRAFTS, MAX_TOKENS, SAMPLINGS, TREES, TreeCase, finish, tokens
-from tests.specdec.engine.capture.test_graphs import Recorder, refuse
 
 HEADS: dict[str, HeadConfig] = {
     "tree over edges": SelectorConfig(8, 6),
@@ -74,8 +75,10 @@ def test_a_step_never_waits(case: TreeCase, sampling: str) -> None:
         assert set(launches) == {not changes}
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("drafter", ["scripted", "dflash", "coupled chain", "composed", *HEADS])
+@pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    in_turns(["scripted", "dflash", "coupled chain", "composed", *HEADS], list(SAMPLINGS)),
+)
 def test_captured_equals_eager(case: TreeCase, drafter: str, sampling: str) -> None:
     """Recorded operations replayed, without any Python of a step, in a batch that is padded;
     results read one step late.

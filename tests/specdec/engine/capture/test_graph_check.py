@@ -19,8 +19,8 @@ from specdec.engine.capture.capture import captures_graphs
 from specdec.engine.capture.graph_check import LaunchAgain, check_captured_step
 from specdec.engine.capture.prefill_graphs import PrefillShape
 from specdec.engine.engine import SpecEngine
+from tests.helpers.recorder import Recorder
 from tests.helpers.tiny_models import paged_verifier, plain_model
-from tests.specdec.engine.capture.test_graphs import Recorder
 
 CUDA = torch.device("cuda", 0)
 

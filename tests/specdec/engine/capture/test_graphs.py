@@ -1,21 +1,17 @@
 """Captured steps: the same tokens as eager ones, nothing of the host baked in, and padding that
 touches nobody.
 
-No accelerator is needed: `Recorder` does what a graph does. It records the tensor operations of a
-launch, with their arguments, and replays exactly those into exactly the same tensors; no Python of
-the step runs again.
+No accelerator is needed: `tests.helpers.recorder.Recorder` does what a graph does.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from drafters.composed.drafter import ComposedDrafter
 from drafters.ngram import NGramDrafter
@@ -32,7 +28,8 @@ from specdec.model.batch import Context, DecodeBatch
 from specdec.model.core import Drafter, DraftOutput
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingPlan
-from tests.helpers.guards import no_host_sync
+from tests.helpers.cases import in_turns
+from tests.helpers.recorder import Recorder, refuse
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import (
     paged_verifier,
@@ -44,58 +41,6 @@ from tests.helpers.tiny_models import (
 
 K = 4
 MAX_TOKENS = 24
-
-
-Tape = list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]]
-"""Operation, arguments, and the tensors it made, with their places among its outputs."""
-
-
-class Recorder(TorchDispatchMode):
-    """Captures by recording operations; every launch is under the guard against waiting.
-
-    Attributes:
-        num_replays: replays of all captures.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_replays = 0
-        self._tape: Tape = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        inputs = {
-            x.untyped_storage().data_ptr()
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, Tensor)
-        }
-        outputs = func(*args, **kwargs)
-        # A view, or what was written in place, needs no copy at replay: its memory is that of an
-        # input.
-        fresh = [
-            (index, x)
-            for index, x in enumerate(tree_leaves(outputs))
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in inputs
-        ]
-        self._tape.append((func, args, kwargs, fresh))
-        return outputs
-
-    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
-        with no_host_sync():
-            launch()
-            self._tape = []
-            with self:
-                launch()
-        tape = self._tape
-
-        def replay() -> None:
-            self.num_replays += 1
-            for func, args, kwargs, fresh in tape:
-                results = tree_leaves(func(*args, **kwargs))
-                for index, recorded in fresh:
-                    recorded.copy_(results[index])
-
-        return replay
 
 
 class Case:
@@ -134,10 +79,6 @@ class Case:
             engine.runner.graphs = StepGraphs(Recorder(), engine.slots, engine.runner.step_table)
             engine.slots.decode_batch = refuse  # type: ignore[assignment, method-assign]
         return engine
-
-
-def refuse(*args: Any) -> Any:
-    raise AssertionError("a step ran without its graph")
 
 
 DRAFTERS: dict[str, Callable[[Case], Drafter | None]] = {
@@ -214,9 +155,12 @@ def recorder(engine: SpecEngine) -> Recorder:
 
 
 @pytest.mark.parametrize(
-    ("batch", "sampling"), [(1, "greedy"), (3, "greedy"), (5, "greedy"), (3, "mixed")]
+    ("drafter", "batch", "sampling"),
+    [
+        *((drafter, 3, "mixed") for drafter in DRAFTERS),
+        *((drafter, batch, "greedy") for drafter, batch in in_turns(DRAFTERS, [1, 5], 1)),
+    ],
 )
-@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: str) -> None:
     """Tokens, acceptance and log-probabilities of every request, while others join and leave."""
     prompts = list(case.outputs)

@@ -16,7 +16,8 @@ from specdec.engine.requests.scheduler import Chunk
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.model.core import RoutedExperts
 from specdec.sampling.params import SamplingParams
-from tests.specdec.engine.capture.test_graphs import MAX_TOKENS, Case, Recorder, beginnings, run
+from tests.helpers.recorder import Recorder
+from tests.specdec.engine.capture.test_graphs import MAX_TOKENS, Case, beginnings, run
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +51,16 @@ def captured_engine(
     return engine, recorder, eager
 
 
-@pytest.mark.parametrize(("batch", "sampling"), [(1, "greedy"), (3, "greedy"), (3, "mixed")])
-@pytest.mark.parametrize("drafter", ["plain", "ngram", "dflash"])
+@pytest.mark.parametrize(
+    ("drafter", "batch", "sampling"),
+    [
+        ("plain", 1, "greedy"),
+        ("ngram", 3, "greedy"),
+        ("dflash", 1, "greedy"),
+        ("plain", 3, "mixed"),
+        ("dflash", 3, "mixed"),
+    ],
+)
 def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: str) -> None:
     """Prompts in one chunk and in several, alone and side by side; the drafter's context is that of
     eager prefill.

@@ -21,8 +21,9 @@ from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.recorder import Recorder
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
-from tests.specdec.engine.capture.test_graphs import DRAFTERS, Case, Recorder, beginnings, run
+from tests.specdec.engine.capture.test_graphs import DRAFTERS, Case, beginnings, run
 
 _FLOAT32 = (torch.float32,)
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, seed=1)
@@ -84,11 +85,9 @@ def captured(engine: SpecEngine) -> set[Any]:
 @pytest.mark.parametrize(
     ("drafter", "changes"),
     [
-        ("plain", {}),
-        ("ngram", {}),
-        ("dflash", {"max_num_seqs": 3}),
-        ("ngram", {"num_draft_tokens": "auto"}),
-        ("dflash", {"max_num_seqs": 1}),
+        ("plain", {"max_num_seqs": 1}),
+        ("dflash", {"max_num_seqs": 2}),
+        ("ngram", {"num_draft_tokens": "auto", "max_num_seqs": 3}),
     ],
 )
 def test_nothing_is_captured_afterwards(case: Case, drafter: str, changes: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 
 BLOCK = 4
-NUM_REQUESTS = 150
+NUM_REQUESTS = 100
 
 
 @pytest.fixture(scope="module")

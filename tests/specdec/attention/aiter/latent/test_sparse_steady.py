@@ -1,7 +1,7 @@
 """Steady decoding of a model with an indexer: once every request has `topk` tokens, no step runs
 AITER's planner.
 
-Captured steps are recorded and replayed as in `tests.specdec.engine.capture.test_graphs`, calls of
+Captured steps are recorded and replayed as in `tests.helpers.recorder`, calls of
 AITER included.
 """
 
@@ -28,6 +28,7 @@ from specdec.engine.selection import Selection
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine
+from tests.helpers.recorder import Recorder
 from tests.helpers.rocm import Install
 from tests.helpers.tiny_configs import TOPK
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
@@ -35,7 +36,6 @@ from tests.specdec.attention.aiter.latent.test_sparse_generation import (
     INDEX_HEAD_DIM,
     RoundedReference,
 )
-from tests.specdec.engine.capture.test_graphs import Recorder
 
 MAX_TOKENS = 8
 PROMPTS = [
