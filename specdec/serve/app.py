@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,8 +45,8 @@ from specdec.serve.responses.answer import ResponseAnswer
 from specdec.serve.responses.protocol import ResponsesRequest
 from specdec.serve.sampling import sampling_params
 from specdec.serve.state.metrics import CONTENT_TYPE, Metrics
-from specdec.serve.state.request_log import HEADER, RequestLog, note
-from specdec.serve.state.status import PAGE, Status
+from specdec.serve.state.request_log import HEADER, OUTPUTS, RequestLog
+from specdec.serve.state.status import PAGE, status_of
 from specdec.serve.texts import SHORT, characters
 from specdec.serve.tools import Tools, tool_definitions, tools_of
 
@@ -185,7 +186,7 @@ def _add_updates(app: FastAPI, front: Front) -> None:
 
 def _add_state(app: FastAPI, front: Front) -> None:
     metrics = Metrics(front, ["specdec", "vllm"] if front.config.vllm_metrics else ["specdec"])
-    status = Status(front)
+    start = time.monotonic()
 
     def described(name: str) -> dict[str, Any]:
         own = {
@@ -226,7 +227,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/status")
     async def numbers() -> dict[str, Any]:
-        return status.numbers()
+        return status_of(front, time.monotonic() - start)
 
     @app.get("/metrics")
     async def scrape() -> Response:
@@ -380,7 +381,7 @@ async def _respond(
     asked = [(tokens, sampling.choice(n)) for tokens in answer.prompts for n in range(answer.n)]
     stream = bool(answer.asked.stream)
     outputs = front.submit(asked, incremental=stream, parted=answer.parted)
-    note(http.scope, outputs)
+    http.scope[OUTPUTS] = outputs
     if stream:
         return EventStream(outputs, answer)
     try:

@@ -81,18 +81,18 @@ class Connections:
 
     def close(self, *phases: Phase) -> None:
         """Closes all that are in one of these phases, or all."""
-        for protocol in self._all:
+        for protocol in list(self._state.connections):
             if not phases or _phase(protocol) in phases:
                 protocol.transport.abort()
 
-    @property
-    def _all(self) -> list[Any]:
-        return list(self._state.connections)
-
     def _look(self) -> None:
-        now, limits = time.monotonic(), self._limits
+        # Bodies have their limit where they are read, and uvicorn ends the idle.
+        config = self._config
+        limits = {"headers": config.header_seconds, "unread": config.body_seconds}
+        now = time.monotonic()
         seen: dict[Any, tuple[Phase, Any, float]] = {}
-        for protocol in self._all:
+        protocols: list[Any] = list(self._state.connections)
+        for protocol in protocols:
             phase, request = _phase(protocol), protocol.cycle
             known = self._seen.get(protocol)
             since = known[2] if known is not None and known[:2] == (phase, request) else now
@@ -106,11 +106,6 @@ class Connections:
         waiting.sort(key=lambda protocol: seen[protocol][2])
         for protocol in waiting[: max(0, len(seen) - self._most)]:
             protocol.transport.abort()
-
-    @property
-    def _limits(self) -> dict[Phase, float]:
-        """Seconds; bodies have their limit where they are read, and uvicorn ends the idle."""
-        return {"headers": self._config.header_seconds, "unread": self._config.body_seconds}
 
 
 def _phase(protocol: Any) -> Phase:

@@ -2,7 +2,7 @@
 in one table.
 """
 
-from specdec.sampling.params import MAX_EDITS, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOP_LOGPROBS
+from specdec.sampling.params import MAX_EDITS, MAX_STOP_CHARACTERS, MAX_STOPS
 
 MAX_ENTRIES = {
     "stop": MAX_STOPS, "stop_token_ids": MAX_EDITS, "logit_bias": MAX_EDITS, "messages": 4096,
@@ -15,9 +15,6 @@ MAX_CHARACTERS = {"stop": MAX_STOP_CHARACTERS, "cache_salt": 1024}
 
 MAX_FIELDS = 1024
 """Fields of a request, those within others aside."""
-
-MAX_LOGPROBS = MAX_TOP_LOGPROBS
-"""Log-probabilities per token."""
 
 MAX_PROMPT_LOGPROBS = 524_288
 """Log-probabilities of all prompts of a request, with those of the tokens themselves."""

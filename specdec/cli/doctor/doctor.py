@@ -26,40 +26,17 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = (
     # AITER: what it loads, compiles and tunes, with which compiler and for which architecture.
-    "AITER_*",
-    "*HIP_CLANG_PATH",
-    "CK_DIR",
-    "CU_NUM",
-    "ENABLE_CK",
-    "FLASH_ATTENTION_*",
-    "FLYDSL_*",
-    "GPU_ARCHS",
-    "HIP_KITTENS_DIR",
-    "MAX_JOBS",
-    "PREBUILD_*",
-    "ROCM_HOME",
-    "ROCM_PATH",
-    "TRITON_*",
+    "AITER_*", "*HIP_CLANG_PATH", "CK_DIR", "CU_NUM", "ENABLE_CK", "FLASH_ATTENTION_*", "FLYDSL_*",
+    "GPU_ARCHS", "HIP_KITTENS_DIR", "MAX_JOBS", "PREBUILD_*", "ROCM_HOME", "ROCM_PATH", "TRITON_*",
     # Torch: its allocator, its choice of products, what it is built for.
-    "PYTORCH_*",
-    "TORCH_BLAS_*",
+    "PYTORCH_*", "TORCH_BLAS_*",
     # AMD's runtime: queues, copies, scratch memory, page faults, profilers, several GPUs.
-    "GPU_MAX_HW_QUEUES",
-    "HIP_*",
-    "HSA_*",
-    "HIPBLASLT_*",
-    "NCCL_*",
-    "RCCL_*",
-    "ROCPROFILER_*",
+    "GPU_MAX_HW_QUEUES", "HIP_*", "HSA_*", "HIPBLASLT_*", "NCCL_*", "RCCL_*", "ROCPROFILER_*",
     # Which GPUs there are.
-    "CUDA_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
     # The rest.
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "OMP_NUM_THREADS",
-    "SPECDEC_*",
-)
+    "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "SPECDEC_*",
+)  # fmt: skip
 """Variables that change what runs, of specdec and of the libraries under it; * stands for anything.
 """
 

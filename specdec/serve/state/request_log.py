@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import MutableMapping
-from typing import Any
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serve.bodies import header
-from specdec.serve.front import Outputs
 
 logger = logging.getLogger(__name__)
 
 HEADER = "x-request-id"
 
-_KEY = "specdec.outputs"
+OUTPUTS = "specdec.outputs"
+"""Key of a scope: the outputs of a request, of which the line about it tells."""
 _NAME = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 """What a client may call its request: it stands in the log as it is."""
 
@@ -55,12 +53,7 @@ class RequestLog:
             await self._app(scope, receive, named)
         finally:
             if self._lines and scope["method"] == "POST":
-                outputs = scope.get(_KEY)
+                outputs = scope.get(OUTPUTS)
                 what = f"{name.decode()}: {scope['method']} {scope['path']} {status}"
                 summary = "" if outputs is None else f", {outputs.summary}"
                 logger.info("request %s%s, %.3f s", what, summary, time.perf_counter() - begin)
-
-
-def note(scope: MutableMapping[str, Any], outputs: Outputs) -> None:
-    """Has the line about a request tell of its outputs."""
-    scope[_KEY] = outputs

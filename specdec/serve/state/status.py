@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from importlib.resources import files
 from typing import Any
 
@@ -12,38 +11,27 @@ PAGE = files("specdec.serve.state").joinpath("status.html").read_text("utf-8")
 """All of it in one file, so that it works without a network."""
 
 
-class Status:
-    """What a server does now, and what it has done since its start.
-
-    Args:
-        front: knows both.
+def status_of(front: Front, seconds: float) -> dict[str, Any]:
+    """What a server does so many seconds after its start: numbers of now, and counts that only
+    rise. A rate is the difference of two, divided by that of their `seconds`.
     """
-
-    def __init__(self, front: Front) -> None:
-        self._front, self._start = front, time.monotonic()
-
-    def numbers(self) -> dict[str, Any]:
-        """Numbers of now, and counts that only rise: a rate is the difference of two, divided by
-        that of their `seconds`.
-        """
-        front = self._front
-        totals, engine, numbers = front.count(), front.engine.facts, front.engine.numbers
-        return {
-            "model": front.names[0],
-            "drafter": front.drafter,
-            "seconds": time.monotonic() - self._start,
-            "running": numbers.running,
-            "waiting": front.num_waiting,
-            "max_num_seqs": engine.max_num_seqs,
-            "blocks_used": numbers.blocks_used,
-            "blocks": engine.num_blocks,
-            "finished": sum(totals.finished.values()),
-            "output_tokens": totals.output_tokens,
-            "prompt_tokens": numbers.queried,
-            "cached_tokens": numbers.found,
-            "steps": totals.steps,
-            "step_tokens": totals.step_tokens,
-            "offered": totals.offered,
-            "accepted": totals.accepted,
-            "rows": front.engine.rows._asdict(),
-        }
+    totals, engine, numbers = front.count(), front.engine.facts, front.engine.numbers
+    return {
+        "model": front.names[0],
+        "drafter": front.drafter,
+        "seconds": seconds,
+        "running": numbers.running,
+        "waiting": front.num_waiting,
+        "max_num_seqs": engine.max_num_seqs,
+        "blocks_used": numbers.blocks_used,
+        "blocks": engine.num_blocks,
+        "finished": sum(totals.finished.values()),
+        "output_tokens": totals.output_tokens,
+        "prompt_tokens": numbers.queried,
+        "cached_tokens": numbers.found,
+        "steps": totals.steps,
+        "step_tokens": totals.step_tokens,
+        "offered": totals.offered,
+        "accepted": totals.accepted,
+        "rows": front.engine.rows._asdict(),
+    }

@@ -285,11 +285,8 @@ class Hub:
         if compiled is None:
             raise Malformed("a grammar is waited for, and there is none")
         link.grammars[key] = compiled
-        compiled.add_done_callback(partial(self._ring, link, key))
-
-    def _ring(self, link: Link, key: int, compiled: Future[Any]) -> None:
-        """In whichever thread."""
-        self._soon(partial(self._tell_grammar, link, key, compiled))
+        tell = partial(self._tell_grammar, link, key)
+        compiled.add_done_callback(lambda done: self._soon(partial(tell, done)))
 
     def _tell_grammar(self, link: Link, key: int, compiled: Future[Any]) -> None:
         if link.grammars.pop(key, None) is not None and not compiled.cancelled():

@@ -17,7 +17,7 @@ import pytest
 from specdec.base.config import CacheConfig
 from specdec.base.errors import InvalidInputError
 from specdec.grammar import limits as grammars
-from specdec.sampling.params import SamplingParams
+from specdec.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
 from specdec.serve import app, limits, texts
 from specdec.serve.config import ServeConfig
 from specdec.serve.processes.setup import Setup
@@ -318,7 +318,7 @@ def test_the_page_has_every_limit() -> None:
         "characters of a text per token it may have": f"{limits.CHARACTERS_PER_TOKEN}",
         "tokens of `/tokenize` and `/detokenize`, where the context is"
         " shorter": f"{limits.TOKENIZED:,}",
-        "log-probabilities per token": f"{limits.MAX_LOGPROBS}",
+        "log-probabilities per token": f"{MAX_TOP_LOGPROBS}",
         "grammars that wait to be compiled": f"{grammars.MAX_WAITING}",
         "characters of a grammar": f"{grammars.MAX_CHARACTERS:,}",
         "characters of a regular expression": f"{grammars.MAX_PATTERN_CHARACTERS:,}",
