@@ -12,10 +12,6 @@ INTERVAL = 0.2
 class ProgressBar(tqdm):
     """tqdm's bar with a note at its end: redrawn on a terminal, and one line when it is closed
     elsewhere.
-
-    Args:
-        title: what is running.
-        total: units of work.
     """
 
     monitor_interval = 0  # no thread beside a measurement

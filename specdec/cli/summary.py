@@ -22,12 +22,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
-    """The drafter and the shape of its drafts in a few words.
-
-    Args:
-        decoder: gives the shapes.
-        drafter: its name, see `specdec.base.registry.drafter_name`.
-    """
+    """The drafter and the shape of its drafts in a few words."""
     shapes = decoder.engine.planner.shapes
     chains, trees = (
         [shape.drafts for shape in shapes if shape.is_tree == of_trees]

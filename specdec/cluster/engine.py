@@ -32,12 +32,7 @@ _DIED_TWICE = (
 
 
 class Engine:
-    """What a row becomes: a callable class for `Dataset.map_batches`, one instance per actor.
-
-    Args:
-        spec: what to load.
-        ledger: handle of the run's `Ledger`.
-    """
+    """What a row becomes: a callable class for `Dataset.map_batches`, one instance per actor."""
 
     def __init__(self, spec: EngineSpec, ledger: Any) -> None:
         self._refused: SpecDecError | None = None

@@ -35,11 +35,7 @@ takes longer than that.
 
 
 def main(number: int) -> None:
-    """Serves whoever holds the other end of a socket, until that is closed.
-
-    Args:
-        number: of the socket.
-    """
+    """Serves whoever holds the other end of a socket, until that is closed."""
     xgrammar = _library()
     gc.freeze()  # a fork that looks for garbage would copy all of it
     for one in (

@@ -35,9 +35,6 @@ class Place:
 class Bodies:
     """Reads bodies. Where all together hold too much, the largest of those that still come gives
     way.
-
-    Args:
-        config: limits.
     """
 
     def __init__(self, config: ServeConfig) -> None:

@@ -56,10 +56,6 @@ class Patient:
 class Connections:
     """Closes connections that keep the server waiting. A tick looks at them all; between ticks
     nothing is done.
-
-    Args:
-        config: limits.
-        state: of uvicorn, which knows the connections.
     """
 
     def __init__(self, config: ServeConfig, state: ServerState) -> None:

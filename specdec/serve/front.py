@@ -37,10 +37,6 @@ logger = logging.getLogger(__name__)
 class Front:
     """What the routes share; in the event loop alone.
 
-    Args:
-        engine: decodes, in another process.
-        setup: what that process has said of it.
-
     Attributes:
         names: by which the model is called.
         texts: makes tokens of texts.

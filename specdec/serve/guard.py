@@ -20,10 +20,6 @@ OPEN_PATHS = {"/", "/health", "/ping", "/version"}
 class Guard:
     """Lets requests through whose host and key are right and whose body is not too large; it reads
     the body first.
-
-    Args:
-        app: serves what comes through.
-        config: hosts, key and limits.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:

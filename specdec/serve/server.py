@@ -75,10 +75,6 @@ def _cannot_listen(host: str, port: int, error: OSError) -> InvalidInputError:
 class Server(uvicorn.Server):
     """A server that takes nothing new on once it is told to end, and gives what is unfinished its
     time.
-
-    Args:
-        front: what it serves.
-        sock: of `take_connections`.
     """
 
     def __init__(self, front: Front, sock: socket.socket) -> None:

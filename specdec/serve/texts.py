@@ -78,11 +78,7 @@ def _guarded(work: Callable[[], Any]) -> Any:
 
 
 class Texts:
-    """Makes tokens of texts, and texts of tokens.
-
-    Args:
-        reader: makes tokens of prompts.
-    """
+    """Makes tokens of texts, and texts of tokens."""
 
     def __init__(self, reader: PromptReader) -> None:
         self._reader = reader

@@ -105,11 +105,7 @@ class SpecDecoder:
         return executor_of(self.verifier)
 
     def get_ready(self, progress: Progress) -> None:
-        """Compiles and captures what a server may need, see `specdec.engine.capture.warmup`.
-
-        Args:
-            progress: told what is being done, and how many of how many are.
-        """
+        """Compiles and captures what a server may need, see `specdec.engine.capture.warmup`."""
         get_ready(self.engine, progress)
 
     @classmethod

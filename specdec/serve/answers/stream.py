@@ -26,10 +26,6 @@ class EventStream(Response):
     The head goes out through uvicorn. Events are written to its connection, in chunks of HTTP where
     the client knows them: an event passes through no task and no middleware, which would take
     longer than all the rest.
-
-    Args:
-        outputs: were submitted.
-        answer: makes events of them.
     """
 
     media_type = "text/event-stream"
@@ -81,12 +77,7 @@ class EventStream(Response):
 
 
 class Wire:
-    """The body of one response.
-
-    Args:
-        connection: of `CONNECTION`.
-        scope: of the request.
-    """
+    """The body of one response."""
 
     def __init__(self, connection: Any, scope: Scope) -> None:
         self._transport, self._flow = connection.transport, connection.flow

@@ -58,9 +58,6 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 class Defects:
     """Answers where the application fails, with a traceback in the log alone: the connection serves
     the next request.
-
-    Args:
-        app: serves.
     """
 
     def __init__(self, app: ASGIApp) -> None:

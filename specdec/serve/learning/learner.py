@@ -112,12 +112,7 @@ class Learner:
         )
 
     def start(self, decoder: SpecDecoder, hub: Hub) -> None:
-        """Begins.
-
-        Args:
-            decoder: gets weights that are better.
-            hub: tells clients of them, and what came of each round.
-        """
+        """Begins."""
         self._thread = threading.Thread(target=self._run, args=(decoder, hub), daemon=True)
         self._thread.start()
 

@@ -19,12 +19,7 @@ from specdec.session.link.remote import Remote
 
 
 def main(link: int, listening: int) -> None:
-    """Serves until SIGTERM, which drains, or until the process of the engine ends.
-
-    Args:
-        link: file of the socket that leads there.
-        listening: file of the socket that clients connect to.
-    """
+    """Serves until SIGTERM, which drains, or until the process of the engine ends."""
     for one in (signal.SIGINT, signal.SIGHUP):  # who started this sends SIGTERM when it is to end
         signal.signal(one, signal.SIG_IGN)
     logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)

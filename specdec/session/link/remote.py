@@ -28,10 +28,6 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
 class Remote:
     """Submits requests to another process, and hands out what comes of them; in one event loop.
 
-    Args:
-        channel: leads there.
-        facts: what there is to know of it.
-
     Attributes:
         numbers: the engine's, as it was told last.
         rows: of one of its last steps.
