@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -120,7 +121,25 @@ def _maker(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
         what = f"drafter is a {type(choice).__name__}; give a name, a path"
         way_out = "a function (path, *, verifier) -> Drafter, a Drafter or None"
         raise InvalidInputError(f"{what}, {way_out}")
+    _check_loader(loader, choice)
     return lambda verifier: _made(loader(path, verifier=verifier), choice)
+
+
+def _check_loader(loader: object, choice: object) -> None:
+    """Refuses what cannot be called as a loader is."""
+    reason = "it is no function"
+    if callable(loader):
+        try:
+            signature(loader).bind(None, verifier=None)
+            return
+        except ValueError:  # written in C, without a signature
+            return
+        except TypeError as error:
+            reason = str(error)
+    raise InvalidInputError(
+        f"drafter {choice!r} loads no drafter: {reason}; give a function (path, *, verifier) ->"
+        f" Drafter"
+    )
 
 
 def _composed(choice: str, names: Sequence[str]) -> Callable[[Verifier], Drafter]:

@@ -213,6 +213,9 @@ def test_a_folder_without_a_slash(tmp_path: Path, monkeypatch: Patch) -> None:
         ),
         ("drafters.ngram:nothing", "'drafters.ngram:nothing' cannot be imported"),
         (":load", "':load' names nothing that can be imported; write module:function"),
+        ("drafters.ngram:NGramDrafter", "loads no drafter: too many positional arguments"),
+        ("drafters.ngram:__doc__", "loads no drafter: it is no function; give a function"),
+        (lambda verifier: None, "loads no drafter: multiple values for argument 'verifier'"),
         ("http://host/x", "names nothing that can be imported"),
     ],
 )
