@@ -35,7 +35,7 @@ from specdec.engine.memory import graph_bytes
 from specdec.engine.requests.request import Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
-from tests.checks.target_forwards import SHAPES, random_verifier
+from tests.checks.random_targets import SHAPES, random_verifier
 from tests.helpers.card import BLOCK
 
 TINY: dict[str, Any] = {

@@ -3,8 +3,8 @@
 
 Prints, for each case, the relative error against float64, microseconds (median of graph replays
 over rotating caches, so that neither launches nor the L2 cache flatter it), the same for torch_ref,
-and the time that the bytes alone would take at the bandwidth measured first. Parts: attention,
-fused, forward. Exit status 1 when an error is too large.
+and the time that the bytes alone would take at the bandwidth measured first. Parts: attention
+and fused. Exit status 1 when an error is too large.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
-from tests.checks.target_forwards import SHAPES, check_forward
 from tests.helpers.card import BLOCK, DEVICE, TOLERANCE, bandwidth, failures, metadata, microseconds
 
 CASES: dict[str, dict[str, Any]] = {
@@ -307,7 +306,7 @@ def attempt(name: str, check: Callable[[], None]) -> None:
 def main() -> int:
     """Runs the chosen parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--part", choices=["attention", "fused", "forward"], help="only this one")
+    parser.add_argument("--part", choices=["attention", "fused"], help="only this one")
     part = parser.parse_args().part
     if not torch.cuda.is_available():
         print("no CUDA or ROCm device here")
@@ -326,9 +325,6 @@ def main() -> int:
     if part in (None, "fused"):
         for rows in (16, 512):
             attempt("fused", lambda rows=rows: check_fused(rows, rate))  # type: ignore[misc]
-    if part in (None, "forward"):
-        for name in reversed(SHAPES):
-            attempt(name, lambda name=name: check_forward(name, rate))  # type: ignore[misc]
     print("\n".join(failures) or "all errors within tolerance")
     return 1 if failures else 0
 

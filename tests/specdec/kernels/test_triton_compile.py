@@ -19,11 +19,9 @@ import torch
 import specdec.device.device
 from specdec.kernels import triton_norm
 from specdec.kernels.triton_launch import shared_memory
-from tests.checks import compile as compile_check
 from tests.helpers.compiled_kernels import (
     TARGETS,
     Target,
-    Use,
     argmax_kernels,
     kernels,
     use_of,
@@ -156,48 +154,3 @@ def test_what_is_compiled_for_is_what_is_launched_on(
     assert shared_memory(torch.device("cuda", 0)) == TARGETS[name].shared_memory
     assert TARGETS[name].shared_memory == (160 if name == "gfx950" else 64) * 1024
     shared_memory.cache_clear()
-
-
-def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row per kernel, a column per target; spills on CDNA alone are a failure, and what a target
-    does not have is left open.
-    """
-
-    def few(target: Target) -> Iterator[tuple[str, Any]]:
-        yield from list(argmax_kernels(target))[-1:]
-        if target.eight_bits:
-            yield "with 8 bits", "kernel"
-
-    uses = {
-        "gfx942": (12, 0, 2048),
-        "gfx950": (13, 0, 0),
-        "gfx1100": (256, 7, 16384),
-        "gfx1201": (255, 0, 512),
-    }
-    asked = iter(
-        [
-            name
-            for name, target in TARGETS.items()
-            if name in uses
-            for _ in range(1 + bool(target.eight_bits))
-        ]
-    )
-    monkeypatch.setattr(compile_check, "kernels", few)
-    monkeypatch.setattr(compile_check, "use_of", lambda kernel: Use(*uses[next(asked)]))
-    assert compile_check.main() == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "| kernel | gfx942 | gfx950 | gfx1100 | gfx1201 |",
-        "|---|---|---|---|---|",
-        "| arg max of slices | 12, 2 KiB | 13 | 256 + 7, 16 KiB | 255, 0.5 KiB |",
-        "| with 8 bits | 12, 2 KiB | 13 | | 255, 0.5 KiB |",
-    ]
-    uses["gfx950"] = (256, 1, 0)
-    asked = iter(
-        [
-            name
-            for name, target in TARGETS.items()
-            if name in uses
-            for _ in range(1 + bool(target.eight_bits))
-        ]
-    )
-    assert compile_check.main() == 1

@@ -1,4 +1,4 @@
-"""Whole forwards of targets with random weights, of the shapes that are served most."""
+"""Targets with random weights, of the shapes that are served most."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,12 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionSpec
-from specdec.attention.torch_ref.fa import TorchRefBackend
-from specdec.attention.triton.fa import TritonFaBackend
-from specdec.kv_cache import PagedKVCache, blocks_for
-from specdec.model.batch import ForwardInput
-from tests.helpers.card import BLOCK, DEVICE, failures, metadata, microseconds
 from verifiers.config.families import describe
 from verifiers.decoder import DecoderVerifier
 from verifiers.weights.weights import Weights
@@ -109,63 +103,3 @@ def random_verifier(shape: dict[str, Any], backend: Any) -> Any:
     return DecoderVerifier(
         config, description, Weights(dict(tensors)), name=config.model_type, backend=backend
     )
-
-
-def check_forward(name: str, bytes_per_us: float) -> None:
-    """Lines for whole verify forwards, captured, with both backends; logits of the two are
-    compared.
-    """
-    shape = SHAPES[name]
-    heads = (shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"])
-    spec = AttentionSpec(DEVICE, torch.bfloat16, *heads, BLOCK)
-    expected: dict[tuple[int, int], Tensor] = {}
-    for backend in (TorchRefBackend(spec), TritonFaBackend(spec)):
-        torch.manual_seed(0)
-        verifier = random_verifier(shape, backend)
-        weights = [
-            part.weight
-            for layer in verifier._layers
-            for part in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        ]
-        moved = 2 * sum(weight.numel() for weight in [*weights, verifier._head.weight])
-        for case in ((1, 1024), (8, 1024), (16, 1024), (16, 32768)):
-            if case[1] > 1024 and backend.name == "torch_ref":
-                continue
-            torch.manual_seed(1)
-            logits, spent = timed_forward(verifier, *case)
-            error = float("nan")
-            if backend.name == "torch_ref":
-                expected[case] = logits
-            elif case in expected:
-                error = float((logits - expected[case]).norm() / expected[case].norm())
-                if not error < 0.1:  # differences in bfloat16 grow through the layers
-                    failures.append(f"{name}, {case} rows and tokens: logits differ by {error:.1e}")
-            keys = 4 * case[1] * heads[1] * heads[2] * shape["num_hidden_layers"]
-            floor = (moved + keys) / bytes_per_us
-            title = f"{name}, {case[0]} rows at {case[1]:,}, {backend.name}"
-            print(
-                f"{title:<46}{error:>10.1e}{spent / 1e3:>8.2f} ms, floor {floor / 1e3:.2f} ms",
-                flush=True,
-            )
-        del verifier, weights
-        torch.cuda.empty_cache()
-
-
-def timed_forward(verifier: Any, width: int, length: int) -> tuple[Tensor, float]:
-    """Logits float32 of `width` rows that end a context of `length` random tokens, and microseconds
-    of the forward.
-    """
-    blocks = blocks_for(length, BLOCK) + 1
-    cache = PagedKVCache(
-        verifier.kv_specs, num_blocks=blocks, block_size=BLOCK, dtype=torch.bfloat16, device=DEVICE
-    )
-    for layer in cache.layers:
-        for tensor in layer:
-            tensor.normal_()
-    token_ids = torch.randint(0, verifier.vocab_size, (width,), device=DEVICE)
-    positions = torch.arange(length - width, length, device=DEVICE)
-    rows = ForwardInput(
-        token_ids, positions, metadata([length], [width], causal=True, prefill=False)
-    )
-    logits = verifier.forward(rows, cache.layers).logits.float()
-    return logits, microseconds(lambda _: verifier.forward(rows, cache.layers), repeats=7)
