@@ -74,7 +74,7 @@ def quantization_of(path: Path, config: Any) -> Settings | None:
     if stated := stated_quantization(config):
         return stated
     files = (path / "config.json", path / QUANTIZATION)
-    whole, own = (json_object(f, str(path), what="target") if f.is_file() else {} for f in files)
+    whole, own = (json_object(f, path.name, what="folder") if f.is_file() else {} for f in files)
     apart = {"quantization_config": own.get("quantization")}
     for entries in (whole, whole.get("text_config"), apart):
         if isinstance(entries, Mapping) and (stated := stated_quantization(entries)):
