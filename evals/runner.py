@@ -124,11 +124,7 @@ def run_set(
                 raise SpecDecError(f"{prompts.name} {prompts.items[index].item_id}: {result.error}")
             answers.append(
                 Answer(
-                    prompt,
-                    result.token_ids,
-                    result.stats,
-                    result.latency,
-                    result.num_cached_tokens,
+                    prompt, result.token_ids, result.stats, result.latency, result.num_cached_tokens
                 )
             )
             text = decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)

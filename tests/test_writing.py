@@ -15,35 +15,12 @@ HOMES = {"specdec/base/writing.py", "specdec/base/files.py"}
 HANDED = {"write_atomically", "fill_folder"}
 """What is handed to these writes where they say."""
 
-METHODS = {
-    *(
-        "write_text",
-        "write_bytes",
-        "unlink",
-        "rename",
-        "rmdir",
-        "touch",
-        "truncate",
-        "ftruncate",
-        "symlink_to",
-        "hardlink_to",
-    ),
-    *(
-        "rmtree",
-        "copy",
-        "copy2",
-        "copyfile",
-        "copytree",
-        "move",
-        "remove",
-        "removedirs",
-        "mkfifo",
-        "mknod",
-        "replace",
-        "chmod",
-    ),
-    *("save_file", "save_model", "save_pretrained", "savefig", "print_png", "export_chrome_trace"),
-}
+_METHODS = (
+    "write_text write_bytes unlink rename rmdir touch truncate ftruncate symlink_to hardlink_to"
+    " rmtree copy copy2 copyfile copytree move remove removedirs mkfifo mknod replace chmod"
+    " save_file save_model save_pretrained savefig print_png export_chrome_trace"
+)
+METHODS = {*_METHODS.split()}
 OF_MODULES = {"copy": "shutil", "move": "shutil", "remove": "os", "replace": "os"}
 """Methods of other things as well; of paths, `replace` alone is asked for, by its single argument.
 """

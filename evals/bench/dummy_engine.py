@@ -103,12 +103,7 @@ class Room:
 
     @classmethod
     def of(
-        cls,
-        verifier: Verifier,
-        num_reqs: int,
-        prompt_tokens: int,
-        steps: int,
-        per_step: int = 2,
+        cls, verifier: Verifier, num_reqs: int, prompt_tokens: int, steps: int, per_step: int = 2
     ) -> Room:
         """Room for so many prompts and the steps behind them; some requests begin to decode while
         others are prefilled.

@@ -70,10 +70,7 @@ class Side:
             else pooled(stats).to_dict()
             | {"mean_tau": mean_tau(stats)}
             | intervals(columns, columns["item"])
-            | {
-                "by_context": answers.by_context(first),
-                "by_output": answers.by_output(first),
-            },
+            | {"by_context": answers.by_context(first), "by_output": answers.by_output(first)},
             "peer_tau": self.peer.tau if self.peer else None,
             "tau_per_answer": [] if self.peer else [one.tau for one in stats],
             "answers": columns,

@@ -155,11 +155,7 @@ class SyntheticBench(DummyBench):
                 peer.close()
 
     def _own(
-        self,
-        length: int,
-        count: int,
-        shape: BlockShape | None,
-        drafter: Drafter,
+        self, length: int, count: int, shape: BlockShape | None, drafter: Drafter
     ) -> dict[str, Any]:
         """Our row of a part; no shape is one that is chosen step by step."""
         drafts: dict[str, Any] = {"drafter": drafter, "survival": self._survival(count)}
@@ -193,11 +189,7 @@ class SyntheticBench(DummyBench):
                 row |= figures_of(row["ours"]["values"], found, "tokens/s") | {"peer_tau": tau}
 
     def _start(
-        self,
-        folder: Path,
-        mean: Sequence[float],
-        device: torch.device,
-        dtype: torch.dtype,
+        self, folder: Path, mean: Sequence[float], device: torch.device, dtype: torch.dtype
     ) -> VllmSteps:
         """The peer with as many drafts as ours has at most, at our mean rates."""
         layout: Layout = "z-lab" if self._drafter.head is None else "speculators"
@@ -229,11 +221,7 @@ class SyntheticBench(DummyBench):
         )
 
     def _rates(
-        self,
-        title: str,
-        key: dict[str, int],
-        work: Work,
-        side: OwnSteps | VllmSteps,
+        self, title: str, key: dict[str, int], work: Work, side: OwnSteps | VllmSteps
     ) -> tuple[list[float], float]:
         """Tokens per second of every timed pass, and tokens that a step puts out for a request."""
         tokens: list[int] = []

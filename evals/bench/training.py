@@ -246,11 +246,7 @@ def _timed(
 
 
 def flop_of(
-    model: DFlashModel,
-    config: TrainConfig,
-    weights: float,
-    shape: Any,
-    length: float,
+    model: DFlashModel, config: TrainConfig, weights: float, shape: Any, length: float
 ) -> dict[str, float]:
     """FLOP of a step by part: what its products need, not what a kernel computes twice.
 

@@ -84,19 +84,13 @@ PREDICTIONS = "drafters.predicted.drafter:BoundPredicted"
 max_len) -> PredictedDrafter`.
 """
 
-CHECKPOINTS = {
-    "drafter": "drafters.load:load_drafter",
-}
+CHECKPOINTS = {"drafter": "drafters.load:load_drafter"}
 """Functions that read from a checkpoint what is to load it: `(path, *, verifier) -> Drafter`."""
 
-VERIFIERS = {
-    "hf": "verifiers.load:load_verifier",
-}
+VERIFIERS = {"hf": "verifiers.load:load_verifier"}
 """Functions `(name_or_path, *, device, dtype, attention) -> (Verifier, tokenizer)`."""
 
-TOKENIZERS = {
-    "hf": "verifiers.weights.tokenizer:load_tokenizer",
-}
+TOKENIZERS = {"hf": "verifiers.weights.tokenizer:load_tokenizer"}
 """Functions `(name_or_path) -> tokenizer`, of targets that the function of the same name above
 loads.
 """

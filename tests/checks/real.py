@@ -135,12 +135,7 @@ def require(holds: bool, what: str) -> None:
 
 
 def check(
-    models: Sequence[str],
-    options: Sequence[str],
-    *,
-    limit: int,
-    min_tau: float,
-    min_right: int,
+    models: Sequence[str], options: Sequence[str], *, limit: int, min_tau: float, min_right: int
 ) -> None:
     """All four commands with a target and a drafter.
 

@@ -395,12 +395,7 @@ def dummy(at_once: Sequence[int], options: list[str]) -> None:
 
 
 def _spent(
-    pid: int,
-    address: Address,
-    count: int,
-    clients: int,
-    events: int,
-    own: Path,
+    pid: int, address: Address, count: int, clients: int, events: int, own: Path
 ) -> dict[int, float]:
     """A processor's seconds of each process for so many answers, those of dummy steps aside."""
     before = {one: seconds_of(one) for one in below(pid)}
@@ -414,8 +409,7 @@ def _spent(
 def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--at-once", type=int, nargs="+", default=[1, 8, 32, 128, 256, 1000], metavar="N")

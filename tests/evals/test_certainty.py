@@ -65,11 +65,7 @@ def test_a_p_is_uniform_without_a_difference_and_small_with_one() -> None:
 
 def test_both_kinds_of_tau_are_those_of_the_conversations() -> None:
     """Catches answers of one conversation that are drawn apart, and answers without steps."""
-    columns = {
-        "item": [0, 1, 2, 0],
-        "num_emitted": [8, 6, 0, 2],
-        "num_steps": [2, 3, 0, 2],
-    }
+    columns = {"item": [0, 1, 2, 0], "num_emitted": [8, 6, 0, 2], "num_steps": [2, 3, 0, 2]}
     rows = conversations(columns)
     assert sorted(rows) == [0, 1]
     sums = np.array([*rows.values()]).sum(axis=0)

@@ -157,18 +157,8 @@ def test_an_eval_reports_what_one_engine_reports(
         "--dtype",
         "float32",
     ]
-    arguments += [
-        "-k",
-        "2",
-        "--max-num-seqs",
-        "2",
-        "--max-tokens",
-        "8",
-        "--max-model-len",
-        "512",
-        "--kv-memory",
-        "4M",
-    ]
+    sizes = "-k 2 --max-num-seqs 2 --max-tokens 8 --max-model-len 512 --kv-memory 4M"
+    arguments += sizes.split()
     assert main([*arguments, "--out", str(tmp_path / "here")]) == 0
     assert main([*arguments, "--out", str(tmp_path / "there"), "--ray"]) == 0
     (expected,), (found,) = (

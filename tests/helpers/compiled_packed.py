@@ -158,12 +158,7 @@ def product(
 
 
 def compiled(
-    target: "Target",
-    weight: PackedWeight,
-    rows: int,
-    *,
-    gated: bool,
-    dtype: str = "bf16",
+    target: "Target", weight: PackedWeight, rows: int, *, gated: bool, dtype: str = "bf16"
 ) -> Any:
     """A product with a weight, as it would be divided on this target."""
     tile = triton_packed.MANY_ROWS

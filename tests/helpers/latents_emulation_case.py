@@ -5,10 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.aiter_emulation_case import (
-    attention,
-    starts,
-)
+from tests.helpers.aiter_emulation_case import attention, starts
 
 RANK, ROPE = 32, 16
 

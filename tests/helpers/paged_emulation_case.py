@@ -11,10 +11,7 @@ from torch import Tensor
 
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_emulation.signatures import SOURCES
-from tests.helpers.aiter_emulation_case import (
-    Attempt,
-    Load,
-)
+from tests.helpers.aiter_emulation_case import Attempt, Load
 
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 64, 16
 

@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 def run(
-    text: str,
-    register: Tensor,
-    outputs: int,
-    dtype: torch.dtype,
-    *others: Tensor,
+    text: str, register: Tensor, outputs: int, dtype: torch.dtype, *others: Tensor
 ) -> list[Tensor]:
     """What a piece of assembly makes of its inputs.
 

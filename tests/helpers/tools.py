@@ -9,12 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.tiny_configs import VOCAB
-from tests.helpers.tiny_models import (
-    paged_verifier,
-    piece_tokenizer,
-    plain_model,
-    random_dflash,
-)
+from tests.helpers.tiny_models import paged_verifier, piece_tokenizer, plain_model, random_dflash
 
 _TOLD = "{% for t in tools or [] %}{{ t.function.name }} {{ t.function.description }}\n{% endfor %}"
 _BEGIN = "{% if add_generation_prompt %}assistant: {% endif %}"

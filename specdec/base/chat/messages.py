@@ -78,8 +78,7 @@ def asks_to_continue(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def for_template(
-    messages: Sequence[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
     """Messages as the template reads them: contents as parts where it reads nothing else, no role
     that it does not know, and nothing of `asks_to_continue`.
@@ -94,7 +93,7 @@ def for_template(
         if message.get("role") == "developer" and "developer" not in template:
             logger.warning(
                 "the chat template knows no role developer: its messages are given as those of the"
-                " system",
+                " system"
             )
             message["role"] = "system"
         if _reads_parts[template] and isinstance(message.get("content"), str):
@@ -149,7 +148,7 @@ def template_variables(given: Any) -> dict[str, Any]:
         found = parse_json(given if isinstance(given, str) else json.dumps(given))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(
-            f"chat_template_kwargs are no JSON: {one_line(error)}; {way_out}",
+            f"chat_template_kwargs are no JSON: {one_line(error)}; {way_out}"
         ) from error
     if not isinstance(found, dict):
         raise InvalidInputError(f"chat_template_kwargs are {shown(given)}; {way_out}")
@@ -168,8 +167,7 @@ def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizer
     kind: Any = type(tokenizer)
     if taken := next((name for name in variables if name in _own(kind)), None):
         raise InvalidInputError(
-            f"chat_template_kwargs names {taken!r}, which is no variable of templates; leave it"
-            f" out",
+            f"chat_template_kwargs names {taken!r}, which is no variable of templates; leave it out"
         )
 
 
@@ -190,7 +188,7 @@ def _readable(number: int, message: Any) -> dict[str, Any]:
         content = refusal if isinstance(refusal, str) else ""
     elif not isinstance(content, str):
         raise InvalidInputError(
-            f"the content of message {number} is a {type(content).__name__}; give text",
+            f"the content of message {number} is a {type(content).__name__}; give text"
         )
     made = {**message, "content": content}
     calls = message.get("tool_calls")

@@ -21,8 +21,7 @@ USUAL = "Q4_K_M"
 
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _ENDING = re.compile(
-    rf"(?:^|[-._/])({QUANT.pattern})(?:-\d{{5}}-of-\d{{5}})?\.gguf$",
-    re.IGNORECASE,
+    rf"(?:^|[-._/])({QUANT.pattern})(?:-\d{{5}}-of-\d{{5}})?\.gguf$", re.IGNORECASE
 )
 
 
@@ -38,7 +37,7 @@ def whole_model(path: Path) -> list[Path]:
         raise CheckpointError(
             f"{len(missing)} of the {len(parts)} parts of {path.name!r} are missing, the first"
             f" being"
-            f" {missing[0]!r}; fetch them all",
+            f" {missing[0]!r}; fetch them all"
         )
     return parts
 
@@ -104,6 +103,6 @@ def gguf_file(folder: Path) -> Path | None:
     if len(found) > 1:
         raise CheckpointError(
             f"{str(folder)!r} holds {len(found)} GGUF files; name one of them, such as"
-            f" {str(folder / found[0])!r}",
+            f" {str(folder / found[0])!r}"
         )
     return folder / found[0] if found else None

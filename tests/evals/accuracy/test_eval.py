@@ -98,10 +98,7 @@ def test_both_sides_are_reported_and_agree(folder: Path, tmp_path: Path, capsys:
 
 
 def test_humaneval_beside_hf(
-    folder: Path,
-    tmp_path: Path,
-    capsys: Capture,
-    monkeypatch: Patch,
+    folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     """Catches a peer that is asked otherwise, programs without their head, and a lost pair."""
     seen: list[str] = []
@@ -139,10 +136,7 @@ def test_humaneval_beside_hf(
     ],
 )
 def test_peers_get_our_weights(
-    peer: str,
-    name: str,
-    expected: dict[str, Any],
-    monkeypatch: Patch,
+    peer: str, name: str, expected: dict[str, Any], monkeypatch: Patch
 ) -> None:
     given: dict[str, Any] = {}
 

@@ -92,8 +92,7 @@ def test_what_a_program_may_not_do(program: str) -> None:
 
 @needs_sandbox
 @pytest.mark.parametrize(
-    "action",
-    ["remove(path)", "truncate(path, 0)", "rename(path, 'x')", "chmod(path, 0)"],
+    "action", ["remove(path)", "truncate(path, 0)", "rename(path, 'x')", "chmod(path, 0)"]
 )
 def test_files_outlive_a_program(action: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
@@ -116,10 +115,7 @@ def test_a_program_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     [("platform.machine()", "'riscv64'"), ("(most, most)", "(most + 1, most)")],
 )
 def test_nothing_runs_unconfined(
-    known: str,
-    changed: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    known: str, changed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Catches programs that run, or are judged, on a machine without filters, or with limits that
     cannot be set.

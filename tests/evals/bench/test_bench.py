@@ -230,21 +230,8 @@ def test_a_k_chosen_step_by_step_is_a_side_of_its_own(
         BlockChoice, "choose", lambda self, num_reqs, **_: BlockShape(next(choices))
     )
     file = tmp_path / "report.json"
-    sweep = [
-        "bench",
-        "--limit",
-        "3",
-        "--max-tokens",
-        "24",
-        "--repeats",
-        "1",
-        "--drafter",
-        "ngram",
-        "-k",
-        "2",
-        "auto",
-    ]
-    assert main([*sweep, "--out", str(file)]) == 0
+    sweep = "bench --limit 3 --max-tokens 24 --repeats 1 --drafter ngram -k 2 "
+    assert main(f"{sweep} auto --out {file}".split()) == 0
     report = read_report(file)
     _, fixed, chosen = report["rows"]
     assert [row["k"] for row in report["rows"]] == [0, 2, "auto"]
@@ -256,7 +243,7 @@ def test_a_k_chosen_step_by_step_is_a_side_of_its_own(
     assert chosen["differing_answers"] == [] and chosen["roofline"] is None and fixed["roofline"]
     assert " auto " in capsys.readouterr().out and "ngram k=auto" in compare_reports(report, report)
     assert html_report(report).count("<svg") == 6
-    assert main([*sweep[:-1], "all"]) == 2
+    assert main(f"{sweep} all".split()) == 2
     assert "'all' is neither a whole number nor auto" in capsys.readouterr().err
 
 

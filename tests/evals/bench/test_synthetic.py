@@ -152,14 +152,7 @@ def test_a_target_with_weights_cannot_be_forced(capsys: Capture) -> None:
 
 @pytest.mark.parametrize(
     ("values", "spread"),
-    [
-        ([0.5, 0.75], 0),
-        ([1.0, 1.5], 0),
-        ([9.5], 0),
-        ([2.0], 1.5),
-        ([0.5, 0.5], 1),
-        ([1.0] * 9, 0),
-    ],
+    [([0.5, 0.75], 0), ([1.0, 1.5], 0), ([9.5], 0), ([2.0], 1.5), ([0.5, 0.5], 1), ([1.0] * 9, 0)],
 )
 def test_acceptance_that_no_step_has(values: list[float], spread: float) -> None:
     with pytest.raises(InvalidInputError):

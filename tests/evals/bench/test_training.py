@@ -65,9 +65,7 @@ def bench(folder: Path, shape: dict[str, Any], *flags: str) -> int:
 
 @pytest.mark.parametrize("teacher", [False, True])
 def test_the_work_that_is_counted_is_that_of_the_step(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    teacher: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, teacher: bool
 ) -> None:
     """Catches a part of a step that is left out or counted twice, attention aside."""
     found: list[float] = []
@@ -95,9 +93,7 @@ def test_the_work_that_is_counted_is_that_of_the_step(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", names())
 def test_every_shape_has_a_line_for_each_size(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     shape = entries(config_file(name))
     part = shape.get("text_config", shape)
@@ -170,8 +166,7 @@ def test_what_eight_cards_would_hold_is_said_without_running(
 
 
 def test_what_cannot_be_measured_is_refused(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "bench"]) == 2
     assert "qwen3-8b" in capsys.readouterr().err

@@ -302,12 +302,7 @@ def _work_list(
 
 
 def _check_plan(
-    name: str,
-    works: list[list[int]],
-    queries: list[int],
-    keys: list[int],
-    fold: int,
-    causal: bool,
+    name: str, works: list[list[int]], queries: list[int], keys: list[int], fold: int, causal: bool
 ) -> None:
     """The works cover every key of every tile of queries once; a stale plan does not."""
     covered: dict[int, tuple[int, list[tuple[int, int, int]]]] = {}

@@ -19,7 +19,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
             num_splits=0, pack_gqa=None, sm_margin=0, q_descale=None, k_descale=None,
             v_descale=None, max_seqlen_q=None, return_softmax_lse=False, page_table=None,
             cache_batch_idx=None, cache_leftpad=None, rotary_cos=None, rotary_sin=None,
-            rotary_seqlens=None, cu_seqlens_q=None, cu_seqlens_k_new=None""",
+            rotary_seqlens=None, cu_seqlens_q=None, cu_seqlens_k_new=None"""
     },
     "unified_attention": {
         "0.1.15": """q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k,
@@ -39,38 +39,38 @@ SIGNATURES: dict[str, dict[str, str]] = {
             min_seqlen_q=0, dropout_p=0.0, softmax_scale=None, logits_soft_cap=0.0, causal=False,
             window_size=(-1, -1, 0), bias=None, alibi_slopes=None, deterministic=False,
             return_lse=False, return_attn_probs=False, how_v3_bf16_cvt=1, block_table=None,
-            out=None, cu_seqlens_q_padded=None, cu_seqlens_k_padded=None, sink_ptr=None""",
+            out=None, cu_seqlens_q_padded=None, cu_seqlens_k_padded=None, sink_ptr=None"""
     },
     "paged_attention_v1": {
         "0.1.15": """out, workspace_buffer, query, key_cache, value_cache, scale, block_tables,
             cu_query_lens, context_lens, max_context_len, alibi_slopes, kv_cache_dtype,
             kv_cache_layout, logits_soft_cap, k_scale, v_scale, fp8_out_scale=None,
-            partition_size=256, mtp=1, sliding_window=0""",
+            partition_size=256, mtp=1, sliding_window=0"""
     },
     "paged_attention_rocm": {
         "0.1.15": """out, exp_sums, max_logits, tmp_out, query, key_cache, value_cache,
             num_kv_heads, scale, block_tables, context_lens, block_size, max_context_len,
             alibi_slopes, kv_cache_dtype, k_scale, v_scale, fp8_out_scale=None, partition_size=256,
-            mtp=1, q_scale=None""",
+            mtp=1, q_scale=None"""
     },
     "paged_attention_common": {
         "0.1.15": """Q, K, V, exp_sums, max_logits, tmp_out, block_tables, context_lens,
             block_tables_stride0, scale, max_qlen=1, max_seq_len=1, K_QScale_hip=None,
             V_QScale_hip=None, K_QScale_asm=None, V_QScale_asm=None, out_=None, qo_indptr=None,
-            high_precision=1, kernelName=None, kv_cache_dtype='auto', kv_cache_tensor_dtype=None""",
+            high_precision=1, kernelName=None, kv_cache_dtype='auto', kv_cache_tensor_dtype=None"""
     },
     "pa_fwd_asm": {
         "0.1.15": """Q, K, V, block_tables, context_lens, block_tables_stride0, max_qlen=1,
             K_QScale=None, V_QScale=None, out_=None, qo_indptr=None, high_precision=1,
-            kernelName=None""",
+            kernelName=None"""
     },
     "reshape_and_cache": {
         "0.1.15": """key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale=None,
-            v_scale=None, asm_layout=False""",
+            v_scale=None, asm_layout=False"""
     },
     "reshape_and_cache_flash": {
         "0.1.15": "key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale,"
-        " v_scale",
+        " v_scale"
     },
     "concat_and_cache_mla": {"0.1.15": "kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale"},
     "mla_decode_fwd": {
@@ -128,18 +128,18 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "0.1.15": """seqlens_qo_indptr, pages_kv_indptr, context_lens, gqa_ratio, num_heads_k,
             work_metadata_ptrs, work_indptr, work_info, reduce_indptr, reduce_final_map,
             reduce_partial_map, qhead_granularity=1, qlen_granularity=256, kvlen_granularity=16,
-            block_size=16, is_causal=True""",
+            block_size=16, is_causal=True"""
     },
     "mla_prefill_ps_asm_fwd": {
         "0.1.15": """Q, K, V, qo_indptr, kv_indptr, kv_page_indices, work_indptr, work_info_set,
             max_seqlen_q, softmax_scale, is_causal, splitData, splitLse, output, q_scale=None,
-            k_scale=None, v_scale=None""",
+            k_scale=None, v_scale=None"""
     },
     "indexer_k_quant_and_cache": {
-        "0.1.15": "k, kv_cache, slot_mapping, quant_block_size, scale_fmt, preshuffle=False",
+        "0.1.15": "k, kv_cache, slot_mapping, quant_block_size, scale_fmt, preshuffle=False"
     },
     "cp_gather_indexer_k_quant_cache": {
-        "0.1.15": "kv_cache, dst_k, dst_scale, block_table, cu_seq_lens, preshuffle=False",
+        "0.1.15": "kv_cache, dst_k, dst_scale, block_table, cu_seq_lens, preshuffle=False"
     },
     "fp8_mqa_logits": {
         "0.1.15": "Q, KV, kv_scales, weights, cu_starts, cu_ends, clean_logits=True"
@@ -164,15 +164,15 @@ SIGNATURES: dict[str, dict[str, str]] = {
     },
     "biased_grouped_topk": {
         "0.1.15": """gating_output, correction_bias, topk_weights, topk_ids, num_expert_group,
-            topk_group, need_renorm, routed_scaling_factor=1.0""",
+            topk_group, need_renorm, routed_scaling_factor=1.0"""
     },
     "grouped_topk": {
         "0.1.15": """gating_output, topk_weights, topk_ids, num_expert_group, topk_group,
-            need_renorm, is_softmax=True, routed_scaling_factor=1.0""",
+            need_renorm, is_softmax=True, routed_scaling_factor=1.0"""
     },
     "topk_softmax": {
         "0.1.15": """topk_weights, topk_indices, token_expert_indices, gating_output, need_renorm,
-            num_shared_experts=0, shared_expert_scoring_func=''""",
+            num_shared_experts=0, shared_expert_scoring_func=''"""
     },
     "rmsnorm2d_fwd": {"0.1.15": "input, weight, epsilon, use_model_sensitive_rmsnorm=0"},
     "rmsnorm2d_fwd_with_add": {

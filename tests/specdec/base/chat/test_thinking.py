@@ -12,10 +12,7 @@ CHAT = [{"role": "user", "content": "<think> is a tag"}]
 def prompt_of(template: str, **variables: bool) -> list[int]:
     tokenizer = thinking_tokenizer(template)
     text = tokenizer.apply_chat_template(
-        CHAT,
-        tokenize=False,
-        add_generation_prompt=True,
-        **variables,
+        CHAT, tokenize=False, add_generation_prompt=True, **variables
     )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -35,9 +32,7 @@ def test_a_vocabulary_without_tags_does_not_think() -> None:
     ],
 )
 def test_the_prompt_says_where_the_output_begins(
-    template: str,
-    variables: dict[str, bool],
-    phase: Phase,
+    template: str, variables: dict[str, bool], phase: Phase
 ) -> None:
     """Whatever the user writes about tags."""
     thinking = thinking_of(thinking_tokenizer(template))

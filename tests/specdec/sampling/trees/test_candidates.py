@@ -11,12 +11,7 @@ from specdec.sampling.argmax import argmax
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import sample
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling.trees.candidates import (
-    candidates,
-    highest_columns,
-    off,
-    plain_candidates,
-)
+from specdec.sampling.trees.candidates import candidates, highest_columns, off, plain_candidates
 from tests.helpers.guards import no_host_sync
 
 PARAMS = [
