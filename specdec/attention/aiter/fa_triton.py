@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.attention.aiter.groups import Group
 from specdec.attention.aiter.layout import Layout, read_blocks, shuffled
 from specdec.attention.aiter.scratch import Scratch
-from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.base.sizes import power_of_two
 from specdec.kernels.aiter import AiterTriton
 from specdec.kv_cache import LayerCache, blocks_for
@@ -139,23 +139,10 @@ def kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -
 def own_kernel(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:
     """Bidirectional blocks and draft trees by our own kernel."""
     assert setup.own is not None
-    metadata = AttentionMetadata(
-        query_start_loc=group.query_start_loc,
-        seq_lens=group.seq_lens,
-        block_table=group.block_table,
-        slot_mapping=group.query_start_loc,  # nothing is written
-        num_reqs=group.num_reqs,
-        num_tokens=len(rows.query),
-        max_query_len=group.max_query_len,
-        max_seq_len=group.max_seq_len,
-        visibility="full" if group.tree is None else "ancestors",
-        tree=group.tree,
-        ragged=group.ragged is not None,
-    )
     return setup.own.read(
         rows.query,
         layer.cache,
-        metadata,
+        group,
         scale=layer.scale,
         window=layer.window,
         softcap=layer.softcap,
@@ -188,7 +175,7 @@ def in_place(group: Group, layer: Layer) -> Keys:
     """The paged cache. From the table's width the kernel derives over how many programs it splits
     the keys.
     """
-    return Keys(*layer.cache, group.narrow_table())
+    return Keys(*layer.cache, group.narrow_table)
 
 
 def gathered(setup: Setup[AiterTriton], group: Group, layer: Layer, dtype: torch.dtype) -> Keys:

@@ -11,14 +11,15 @@ drafting) is one decode group, so its plan is the same with and without a graph 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionMetadata, TreeRows
+from specdec.attention.backend import AttentionMetadata
 from specdec.attention.ragged import Padded, padded
 from specdec.base.sizes import power_of_two
 from specdec.kv_cache import blocks_for
@@ -53,51 +54,42 @@ class Context:
     max_len: int
 
 
-@dataclass(slots=True)
-class Group:
-    """Requests of one phase. Their rows are packed in the order of the requests."""
+@dataclass(frozen=True, kw_only=True)
+class Group(AttentionMetadata):
+    """Requests of one phase, as if they were all of the forward. Their rows are packed in the order
+    of the requests.
+
+    Attributes:
+        phase: see the module.
+        rows: where they lie among those of the forward; int64 [num_tokens] when scattered.
+        block_size: tokens per cache block.
+    """
 
     phase: Phase
-    # where their rows lie among those of the forward; int64 [num_tokens] when scattered
     rows: slice | Tensor
-    causal: bool
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-    query_start_loc: Tensor  # int32 [num_reqs + 1]
-    seq_lens: Tensor  # int32 [num_reqs]
-    block_table: Tensor  # int32 [num_reqs, max_blocks]
     block_size: int
-    query_lens: list[int]  # empty where no kernel asks for them
-    seq_lens_host: list[int]
-    tree: TreeRows | None = None
-    # the forward's, where the device alone knows how many rows each request has
-    ragged: AttentionMetadata | None = None
-    _padded: Padded | None = None
-    _narrow_table: Tensor | None = None
     _trimmed: dict[int, Trimmed] = field(default_factory=dict)
     _contexts: dict[int | None, list[Context]] = field(default_factory=dict)
 
     @property
-    def padded(self) -> Padded | None:
-        """The rows as blocks of `max_query_len`, where requests have unequal numbers of them; made
-        once.
-        """
-        if self._padded is None and self.ragged is not None:
-            self._padded = padded(self.ragged)
-        return self._padded
+    def causal(self) -> bool:
+        """Whether rows see positions up to their own."""
+        return self.visibility == "causal"
 
+    @cached_property
+    def padded(self) -> Padded | None:
+        """The rows as blocks of `max_query_len`, where requests have unequal numbers of them."""
+        return padded(self) if self.ragged else None
+
+    @cached_property
     def narrow_table(self) -> Tensor:
-        """The block table without columns that no request reaches, int32 [num_reqs, width]; made
-        once.
+        """The block table without columns that no request reaches, int32 [num_reqs, width].
 
         For kernels that are compiled for the width: it is a power of two or the whole table, so
         that few are.
         """
-        if self._narrow_table is None:
-            width = power_of_two(blocks_for(max(self.max_seq_len, SHORTEST_TABLE), self.block_size))
-            self._narrow_table = self.block_table[:, :width].contiguous()
-        return self._narrow_table
+        width = power_of_two(blocks_for(max(self.max_seq_len, SHORTEST_TABLE), self.block_size))
+        return self.block_table[:, :width].contiguous()
 
     def trimmed(self, window: int) -> Trimmed:
         """The block tables from the first block within `window` on; made once per window.
@@ -123,10 +115,8 @@ class Group:
     def window_context(self, window: int) -> Context:
         """What the rows of extended requests see through `window`, their own tokens included."""
         if window not in self._contexts:
-            starts = [
-                max(0, n - q - window + 1)
-                for n, q in zip(self.seq_lens_host, self.query_lens, strict=True)
-            ]
+            starts = [max(0, length - window + 1) for length in self._context_lens]
+            assert self.seq_lens_host is not None
             self._contexts[window] = [self._context(starts, self.seq_lens_host)]
         return self._contexts[window][0]
 
@@ -135,7 +125,7 @@ class Group:
         workspace together.
         """
         if None not in self._contexts:
-            lengths = [n - q for n, q in zip(self.seq_lens_host, self.query_lens, strict=True)]
+            lengths = self._context_lens
             step = max(1, CONTEXT_TOKENS // self.num_reqs)
             self._contexts[None] = [
                 self._context(
@@ -144,6 +134,12 @@ class Group:
                 for start in range(0, max(lengths), step)
             ]
         return self._contexts[None]
+
+    @property
+    def _context_lens(self) -> list[int]:
+        """Tokens before the rows of each request, whose lengths the host knows."""
+        assert self.query_lens is not None and self.seq_lens_host is not None
+        return [n - q for n, q in zip(self.seq_lens_host, self.query_lens, strict=True)]
 
     def _context(self, starts: list[int], ends: list[int]) -> Context:
         """Positions `[start, end)` of every request."""
@@ -232,54 +228,32 @@ def plan_packed(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
 
 def _whole(metadata: AttentionMetadata, phase: Phase, block_size: int) -> Group:
     """All requests of a forward."""
-    return Group(
-        phase=phase,
-        rows=slice(None),
-        causal=metadata.visibility == "causal",
-        num_reqs=metadata.num_reqs,
-        max_query_len=metadata.max_query_len,
-        max_seq_len=metadata.max_seq_len,
-        query_start_loc=metadata.query_start_loc,
-        seq_lens=metadata.seq_lens,
-        block_table=metadata.block_table,
-        block_size=block_size,
-        query_lens=[],
-        seq_lens_host=[],
-        tree=metadata.tree,
-        ragged=metadata if metadata.ragged else None,
-    )
+    parts = {part.name: getattr(metadata, part.name) for part in fields(AttentionMetadata)}
+    return Group(**parts, phase=phase, rows=slice(None), block_size=block_size)
 
 
 def _group(metadata: AttentionMetadata, phase: Phase, members: list[int], block_size: int) -> Group:
     """The given requests of a forward whose lengths the host knows."""
+    group = _whole(metadata, phase, block_size)
+    if len(members) == metadata.num_reqs:
+        return group
     assert metadata.query_lens is not None and metadata.seq_lens_host is not None
     query_lens = [metadata.query_lens[i] for i in members]
-    seq_lens_host = [metadata.seq_lens_host[i] for i in members]
-    rows: slice | Tensor = slice(None)
-    starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
-    block_table = metadata.block_table
-    if len(members) < metadata.num_reqs:
-        device = seq_lens.device
-        firsts = [0, *accumulate(metadata.query_lens)]
-        rows = torch.cat([torch.arange(firsts[i], firsts[i + 1]) for i in members]).to(
-            device, non_blocking=True
-        )
-        index = torch.tensor(members).to(device, non_blocking=True)
-        seq_lens, block_table = seq_lens.index_select(0, index), block_table.index_select(0, index)
-        starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32).to(
-            device, non_blocking=True
-        )
-    return Group(
-        phase=phase,
-        rows=rows,
-        causal=metadata.visibility == "causal",
+    seq_lens = [metadata.seq_lens_host[i] for i in members]
+    firsts, device = [0, *accumulate(metadata.query_lens)], metadata.seq_lens.device
+    rows = torch.cat([torch.arange(firsts[i], firsts[i + 1]) for i in members])
+    starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
+    index = torch.tensor(members).to(device, non_blocking=True)
+    return replace(
+        group,
+        rows=rows.to(device, non_blocking=True),
         num_reqs=len(members),
+        num_tokens=sum(query_lens),
         max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens_host),
-        query_start_loc=starts,
-        seq_lens=seq_lens,
-        block_table=block_table,
-        block_size=block_size,
+        max_seq_len=max(seq_lens),
+        query_start_loc=starts.to(device, non_blocking=True),
+        seq_lens=metadata.seq_lens.index_select(0, index),
+        block_table=metadata.block_table.index_select(0, index),
         query_lens=query_lens,
-        seq_lens_host=seq_lens_host,
+        seq_lens_host=seq_lens,
     )

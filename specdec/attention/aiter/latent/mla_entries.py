@@ -68,7 +68,7 @@ class EntryPlanner:
         entry_rows = rows_per_entry(width, most) if group.causal and not group.ragged else 1
         per_request = width // entry_rows
         num_entries = group.num_reqs * per_request
-        owners = None if group.ragged is None else owners_of(group.ragged)
+        owners = owners_of(group) if group.ragged else None
         if owners is not None:
             num_entries = len(owners.requests)
         buffers = self._buffers_for(num_entries, entry_rows)

@@ -66,6 +66,7 @@ class Fp8Prefill:
         """Schedules whole prompts from their lengths on the host;
         nothing is read from the device.
         """
+        assert group.query_lens is not None, "the host knows the lengths of prompts"
         buffers = self._buffers_for(group.num_reqs, group.max_query_len)
         num_units = buffers["work_indptr"].numel() - 1
         lists = schedule(group.query_lens, self.num_heads, num_units=num_units)
@@ -76,10 +77,9 @@ class Fp8Prefill:
                 # new every time: the copy of the last plan may still be reading its own
                 staged = staged.pin_memory()
             there[name] = buffers[name][: len(staged)].copy_(staged, non_blocking=True)
-        num_keys = sum(group.query_lens)
         return Fp8PrefillPlan(
             starts=group.query_start_loc,
-            kv_indices=self.scratch.take("arange", num_keys, torch.int32, torch.arange),
+            kv_indices=self.scratch.take("arange", group.num_tokens, torch.int32, torch.arange),
             lists=there,
             max_q_len=group.max_query_len,
             num_partial_tiles=len(lists.reduce_partial_map),
