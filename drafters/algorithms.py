@@ -1,6 +1,6 @@
 """Which algorithm a drafter's `config.json` names, whichever program wrote it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafters.keys import require, section
@@ -132,6 +132,25 @@ def drafter_and_target(raw: Mapping[str, Any]) -> tuple[str, str | None] | None:
         return None
     target = stated or raw.get("verifier_name_or_path")
     return algorithm, str(target) if target else None
+
+
+def speculators_sections(
+    algorithm: str, drafts: int, target: str | None, architectures: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What `config.json` says of drafting and of the target in the layout of speculators."""
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": drafts,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    config = {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method],
+        "verifier": {"name_or_path": target, "architectures": list(architectures)},
+    }
+    return {"speculators_model_type": algorithm, "speculators_config": config}
 
 
 def _family(name: str) -> str | None:

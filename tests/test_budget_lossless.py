@@ -54,8 +54,15 @@ def drafter_for(case: TreeCase, sampling: str) -> tuple[Drafter, dict[str, Any]]
     return ScriptedTrees(outputs, TREES), {}
 
 
-@pytest.mark.parametrize("rule", ["own", "random", "by token", "wrong first"])
-@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("sampling", "rule"),
+    [
+        ("sampled", "own"),
+        ("greedy", "random"),
+        ("sampled", "by token"),
+        ("greedy", "wrong first"),
+    ],
+)
 def test_any_rule_is_exact(case: TreeCase, sampling: str, rule: str) -> None:
     """The engine's, one at random, one that reads the drafts, and one that verifies wrong ones."""
     assert not budget_reasons(case.verifier, case.engine(None).config)

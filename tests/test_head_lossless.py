@@ -24,7 +24,7 @@ from tests.helpers.oracle import OracleDrafter, disturbed_logits
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
-SEEDS, MAX_TOKENS, K = 60, 12, 5
+SEEDS, MAX_TOKENS, K = 36, 12, 5
 HEADS: dict[str, HeadConfig] = {
     "vanilla": MarkovConfig(4),
     "gated of few": MarkovConfig(4, "gated", draft_top_k=8),

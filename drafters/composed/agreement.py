@@ -21,11 +21,8 @@ def agreements(drafts: Mapping[int, DraftOutput], count: int, accept: AcceptOutp
     if KERNEL.runs_on(output.device):
         from drafters.composed.triton_forecasts import agree  # it imports Triton
 
-        agreed = (
-            output.new_zeros(count, len(output))
-            if len(drafts) < count
-            else output.new_empty(count, len(output))
-        )
+        make = output.new_zeros if len(drafts) < count else output.new_empty
+        agreed = make(count, len(output))
         for n, draft in drafts.items():
             agree(agreed[n], draft.token_ids, draft.num_drafts, draft.tree, output, num_accepted)
         return agreed

@@ -56,9 +56,8 @@ class ComposedDrafter(Drafter):
         self.num_lookahead_tokens = max(part.num_lookahead_tokens for part in parts)
         self.tokens_ahead = max(part.tokens_ahead for part in parts)
         self.late_context = any(part.late_context for part in parts)
-        self.aux_layer_ids = tuple(
-            dict.fromkeys(layer for part in parts for layer in part.aux_layer_ids)
-        )
+        tapped = (layer for part in parts for layer in part.aux_layer_ids)
+        self.aux_layer_ids = tuple(dict.fromkeys(tapped))
         self.draws_trees = all(part.draws_trees for part in parts)
 
     @property
@@ -143,9 +142,8 @@ class BoundComposed(BoundDrafter):
             part.forecasts = True
             part.allow(drafter.max_draft_tokens)
         self.has_expected_accepted = any(part.has_expected_accepted for part in parts)
-        self.max_deferred = min(
-            (part.max_deferred for part in parts if part.max_deferred), default=0
-        )
+        deferred = [part.max_deferred for part in parts if part.max_deferred]
+        self.max_deferred = min(deferred, default=0)
         self.calibration = Calibration(len(self.parts), verifier.device)
         # rows that only pad a batch never are
         self._begun = torch.zeros(max_num_seqs, device=verifier.device)
@@ -180,10 +178,8 @@ class BoundComposed(BoundDrafter):
 
     def expected_accepted(self, batch: DecodeBatch) -> Tensor | None:
         """The highest of the parts' that have one."""
-        told = (
-            part.expected_accepted(self._limited(number, batch))
-            for number, part in enumerate(self.parts)
-        )
+        numbered = enumerate(self.parts)
+        told = [part.expected_accepted(self._limited(n, batch)) for n, part in numbered]
         known = [one for one in told if one is not None]
         return torch.stack(known).amax(dim=0) if known else None
 
@@ -194,9 +190,8 @@ class BoundComposed(BoundDrafter):
             InvalidInputError: a part draws trees without scores.
         """
         kind = batch.num_reqs, batch.shape.rows, batch.shape.is_tree
-        optional = (
-            self._optional if self.host_may_look and len(self._optional) < len(self.parts) else []
-        )
+        looks = self.host_may_look and len(self._optional) < len(self.parts)
+        optional = self._optional if looks else []
         begin = perf_counter()
         drafts = {n: self._draft(n, batch) for n in range(len(self.parts)) if n not in optional}
         looked = self._forecasts(drafts, batch).corrected.amax(dim=0).tolist() if optional else None
@@ -207,15 +202,13 @@ class BoundComposed(BoundDrafter):
         models = perf_counter() - middle
         forecasts = self._forecasts(drafts, batch)
         if batch.shape.is_tree:
-            output = union(
-                list(drafts.values()), [forecasts.shifts[n] for n in drafts], batch.shape
-            )
+            shifts = [forecasts.shifts[n] for n in drafts]
+            output = union(list(drafts.values()), shifts, batch.shape)
         else:
             output = _chosen(drafts, forecasts.corrected)
         output.forecast = forecasts.corrected.amax(dim=0) if self.forecasts else None
-        self._step = _Step(
-            drafts, forecasts, output, looked, kind, perf_counter(), (middle - begin, models)
-        )
+        took = middle - begin, models
+        self._step = _Step(drafts, forecasts, output, looked, kind, perf_counter(), took)
         return output
 
     def commit(
@@ -260,22 +253,20 @@ class BoundComposed(BoundDrafter):
             step.forecasts, agreed, accept.num_accepted, counted, of_trees=of_trees, best=best
         )
         if step.looked is not None:
-            (others, models), asked = step.seconds, len(drafts) == len(self.parts)
-            self.gate.took(step.kind, others + perf_counter() - step.end, models if asked else None)
+            (first, models), asked = step.seconds, len(drafts) == len(self.parts)
+            self.gate.took(step.kind, first + perf_counter() - step.end, models if asked else None)
             if asked:
-                without = torch.stack([agreed[n] for n in every if n not in self._optional]).amax(
-                    dim=0
-                )
-                self.gate.observe(step.looked, (accept.num_accepted - without).tolist())
+                others = torch.stack([agreed[n] for n in every if n not in self._optional])
+                gained = accept.num_accepted - others.amax(dim=0)
+                self.gate.observe(step.looked, gained.tolist())
 
     def _limited(self, number: int, batch: DecodeBatch) -> DecodeBatch:
         """The batch for a part that may give fewer drafts than another."""
         shape, most = batch.shape, self._drafter.parts[number].max_draft_tokens
         if shape.depth <= most:
             return batch
-        return replace(
-            batch, shape=BlockShape(shape.drafts, most) if shape.is_tree else BlockShape(most)
-        )
+        limited = BlockShape(shape.drafts, most) if shape.is_tree else BlockShape(most)
+        return replace(batch, shape=limited)
 
     def _padded(self, draft: DraftOutput, batch: DecodeBatch) -> DraftOutput:
         """Drafts with as many columns as the block has drafts."""

@@ -32,11 +32,9 @@ def union(
                 "a drafter of this composition draws trees without DraftOutput.scores; use"
                 " tree_nodes=0, which makes chains"
             )
-        counts = (
-            torch.full_like(draft.tree.parents[:, 0], shape.drafts)
-            if draft.num_drafts is None
-            else draft.num_drafts
-        )
+        counts = draft.num_drafts
+        if counts is None:
+            counts = torch.full_like(draft.tree.parents[:, 0], shape.drafts)
         trees.append(ScoredDrafts(draft.tree, draft.token_ids, draft.scores, counts, shift))
     merged = reduce(partial(merge_trees, num_nodes=shape.drafts, depth=shape.depth), trees)
     part = torch.zeros_like(merged.num_drafts)  # known once some are accepted

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from drafters.algorithms import speculators_sections
 from drafters.checkpoint import write_folder
 from drafters.eagle3.config import Eagle3Config
 from drafters.eagle3.taps import IDS, settled
@@ -43,11 +44,8 @@ def write_checkpoint(
     require(unsaid is None, f"a head with {unsaid} can be read, but not written")
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     stated = settled(config.stated_taps, num_target_layers)
-    written = (
-        _to_sglang(config, dtype, stated)
-        if layout == "sglang"
-        else _to_speculators(config, dtype, stated)
-    )
+    write = _to_sglang if layout == "sglang" else _to_speculators
+    written = write(config, dtype, stated)
     stored = {_name(name, layout): tensor.contiguous() for name, tensor in tensors.items()}
     if config.draft_vocab_size is not None:
         stored["t2d"] = drafted(tensors["d2t"], config.vocab_size)
@@ -119,21 +117,9 @@ def _to_speculators(
 ) -> dict[str, Any]:
     kind = "eagle3" if config.mask_token_id is None else "peagle"
     require(not config.fc_bias, "a bias of fc has no words in the speculators layout")
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": config.max_draft_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     return {
         "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
-        "speculators_model_type": kind,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"name_or_path": config.verifier_name, "architectures": []},
-        },
+        **speculators_sections(kind, config.max_draft_tokens, config.verifier_name),
         "transformer_layer_config": _layers(config, dtype),
         "dtype": dtype,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,

@@ -80,11 +80,8 @@ class Eagle3Network(SequentialNetwork):
         self._fc = linear(tensors["fc.weight"], tensors.get("fc.bias"))
         weights = _Weights(tensors, layers.rms_norm_eps, config.gemma is not None)
         self._taps_norm = weights.norm("input_norm") if config.norm_before_fc else None
-        self._tap_norms = (
-            [weights.norm(f"fc_norm.{index}") for index in range(config.num_taps)]
-            if config.fc_norm
-            else []
-        )
+        normed = range(config.num_taps if config.fc_norm else 0)
+        self._tap_norms = [weights.norm(f"fc_norm.{index}") for index in normed]
         self._stream_norm = weights.norm("layers.0.hidden_norm")
         self._table = tensors.get("embed_tokens.weight")
         self._embedding_scale = layers.hidden_size**0.5 if config.gemma is not None else 1.0
@@ -97,9 +94,8 @@ class Eagle3Network(SequentialNetwork):
         self.aux_layer_ids, self.feature_size = config.taps(verifier.num_layers), layers.hidden_size
         self.target_ids = None if config.draft_vocab_size is None else target_ids(tensors["d2t"])
         if config.mask_token_id is not None:
-            self.mask = Mask(
-                config.mask_token_id, self.condense(tensors["mask_hidden"].flatten(0, 1))[0]
-            )
+            features = self.condense(tensors["mask_hidden"].flatten(0, 1))[0]
+            self.mask = Mask(config.mask_token_id, features)
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:
@@ -112,11 +108,8 @@ class Eagle3Network(SequentialNetwork):
     def weight_bytes(self) -> int:
         target = self._verifier
         borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize
-        return (
-            self._decoder.nbytes
-            + self._fc.nbytes
-            + (borrowed if self._head is None else self._head.nbytes)
-        )
+        head = borrowed if self._head is None else self._head.nbytes
+        return self._decoder.nbytes + self._fc.nbytes + head
 
     def condense(self, aux_hidden: Tensor) -> Tensor:
         """Features [T, H] of the target's tapped layers side by side."""
@@ -124,13 +117,9 @@ class Eagle3Network(SequentialNetwork):
             aux_hidden = self._ops.norm(aux_hidden, self._taps_norm)
         if self._tap_norms:
             taps = aux_hidden.chunk(len(self._tap_norms), dim=-1)
-            aux_hidden = torch.cat(
-                [
-                    self._ops.norm(tap.contiguous(), norm)
-                    for tap, norm in zip(taps, self._tap_norms, strict=True)
-                ],
-                dim=-1,
-            )
+            pairs = zip(taps, self._tap_norms, strict=True)
+            normed = [self._ops.norm(tap.contiguous(), norm) for tap, norm in pairs]
+            aux_hidden = torch.cat(normed, dim=-1)
         return self._fc(aux_hidden)
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
@@ -140,9 +129,8 @@ class Eagle3Network(SequentialNetwork):
             embeddings = self._ops.embed(rows.token_ids, self._table, self._embedding_scale)
         else:
             embeddings = self._verifier.embed(rows.token_ids)
-            embeddings = (
-                embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
-            )
+            if self._embedding_scale != 1:
+                embeddings = embeddings * self._embedding_scale
         hidden = rows.features
         if self._config.norm_before_residual:
             hidden = self._ops.norm(hidden, self._stream_norm)
@@ -165,11 +153,9 @@ class Eagle3Network(SequentialNetwork):
         if self._head is None:
             return self._verifier.head(normed)
         logits = self._head(normed)
-        return (
-            logits
-            if gemma is None or gemma.softcap is None
-            else torch.tanh(logits / gemma.softcap) * gemma.softcap
-        )
+        if gemma is None or gemma.softcap is None:
+            return logits
+        return torch.tanh(logits / gemma.softcap) * gemma.softcap
 
     def next_features(self, hidden: Tensor) -> Tensor:
         """The stream, or in EAGLE-3.1 what the head is given."""
@@ -243,17 +229,13 @@ class _Weights(NamedTuple):
 
     def norm(self, name: str) -> Norm:
         weight = self.tensors[f"{name}.weight"]
-        wide = (
-            torch.promote_types(weight.dtype, torch.float32) if self.rounds_last else weight.dtype
-        )
-        return Norm(weight.to(wide), self.epsilon)
+        if self.rounds_last:
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return Norm(weight, self.epsilon)
 
     def join(self, module: str, *names: str) -> Linear:
         """Projections as one product."""
         weight = torch.cat([self.tensors[f"{module}.{name}.weight"] for name in names])
-        biases = [
-            self.tensors[f"{module}.{name}.bias"]
-            for name in names
-            if f"{module}.{name}.bias" in self.tensors
-        ]
+        stated = [f"{module}.{name}.bias" for name in names]
+        biases = [self.tensors[name] for name in stated if name in self.tensors]
         return linear(weight, torch.cat(biases) if biases else None)

@@ -33,12 +33,8 @@ class PredictionNetwork(SequentialNetwork):
     def weight_bytes(self) -> int:
         """See `SequentialNetwork.weight_bytes`; of experts all of them."""
         target = self.verifier
-        borrowed = (
-            target.vocab_size * target.hidden_size * target.dtype.itemsize
-            if self.layers.head is None
-            else 0
-        )
-        return self.layers.nbytes + borrowed
+        borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize
+        return self.layers.nbytes + (borrowed if self.layers.head is None else 0)
 
     def condense(self, aux_hidden: Tensor) -> Tensor:
         return self.layers.features(aux_hidden)
@@ -53,9 +49,8 @@ class PredictionNetwork(SequentialNetwork):
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return (
-            self.verifier.head(hidden) if self.layers.head is None else self.layers.logits(hidden)
-        )
+        own = self.layers.head is not None
+        return self.layers.logits(hidden) if own else self.verifier.head(hidden)
 
     def next_features(self, hidden: Tensor) -> Tensor:
         return self.layers.following(hidden)

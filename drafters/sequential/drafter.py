@@ -215,11 +215,8 @@ class BoundSequential(TokenByToken):
         if network.mask is not None:
             masked = positions > last[:, None]
             token_ids = token_ids.masked_fill(masked, network.mask.token_id)
-            features = (
-                features
-                if features is None
-                else torch.where(masked.view(-1, 1), network.mask.features, features)
-            )
+            if features is not None:
+                features = torch.where(masked.view(-1, 1), network.mask.features, features)
         metadata = batch.rows_from(
             first,
             positions,
@@ -228,9 +225,8 @@ class BoundSequential(TokenByToken):
             written=due,
         )
         position_ids = positions.clamp(max=batch.max_model_len - 1).flatten()
-        offsets = (last - first).clamp(min=0) + torch.arange(
-            0, batch.num_reqs * width, width, device=device
-        )
+        starts = torch.arange(0, batch.num_reqs * width, width, device=device)
+        offsets = (last - first).clamp(min=0) + starts
         rows = (offsets[:, None] + torch.arange(wanted, device=device)).flatten()
         return network.forward(
             Rows(token_ids.flatten(), features, position_ids, metadata), self.caches, rows

@@ -69,15 +69,12 @@ def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
         # m, the longest first
         levels = torch.arange(longest, 0, -1, device=lengths.device)[:, None]
         counts = lengths[:, None] >= levels  # [num_reqs, M, C]
-        agreed = (
-            torch.minimum(common_prefixes(continuations)[:, None], levels[..., None])
-            * counts[:, :, None]
-        )
+        trusted = torch.minimum(common_prefixes(continuations)[:, None], levels[..., None])
+        agreed = trusted * counts[:, :, None]
         means = agreed.sum(dim=3) / counts.sum(dim=2, keepdim=True).clamp(min=1)
         scores, cells = torch.where(counts, means, 0.0).flatten(1).max(dim=1)
-        tokens = continuations.gather(
-            1, (cells % count)[:, None, None].expand(-1, -1, continuations.shape[2])
-        ).squeeze(1)
+        best = (cells % count)[:, None, None].expand_as(continuations[:, :1])
+        tokens = continuations.gather(1, best).squeeze(1)
     return Chain(tokens.clamp(min=0), (tokens >= 0).sum(dim=1) * (scores > 0), scores)
 
 
@@ -89,8 +86,7 @@ def weigh(continuations: Tensor, lengths: Tensor) -> Weighed:
     """
     tokens = (continuations >= 0).sum(dim=2) * (lengths > 0)
     shorter = (lengths - lengths.amax(dim=1, keepdim=True)).clamp(min=SHORTEST)
-    weights = BY_LENGTH**shorter * BY_AGE ** torch.arange(
-        lengths.shape[1], dtype=lengths.dtype, device=lengths.device
-    )
+    ages = torch.arange(lengths.shape[1], dtype=lengths.dtype, device=lengths.device)
+    weights = BY_LENGTH**shorter * BY_AGE**ages
     # so a match is expected to go on for as many tokens as it has
     return Weighed(tokens, weights, lengths / (lengths + 1))

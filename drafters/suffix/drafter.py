@@ -143,39 +143,32 @@ class BoundSuffix(BoundDrafter):
 
     def expected_accepted(self, batch: DecodeBatch) -> Tensor:
         self._found = self._find(batch, self._drafter.occurrences)
-        return best_chain(
-            self._found.continuations, self._found.lengths, self._drafter.longest
-        ).scores
+        continuations, lengths, _ = self._found
+        return best_chain(continuations, lengths, self._drafter.longest).scores
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts where a request's end occurred before: k in a chain, up to k in a tree."""
         shape = batch.shape
         # Of a tree so many that there could be k drafts.
-        count = (
-            max(TREE_OCCURRENCES, -(-batch.k // shape.depth))
-            if shape.is_tree
-            else self._drafter.occurrences
-        )
+        count = self._drafter.occurrences
+        if shape.is_tree:
+            count = max(TREE_OCCURRENCES, -(-batch.k // shape.depth))
         found, self._found = self._found, None  # nothing outlives a step: it may be a graph's
         if found is None or not found.serves(batch, count):
             found = self._find(batch, count)
         continuations = found.continuations[:, :count, : shape.depth]
         lengths = found.lengths[:, :count]
-        return (
-            self._tree(batch, continuations, lengths)
-            if shape.is_tree
-            else self._chain(continuations, lengths)
-        )
+        if shape.is_tree:
+            return self._tree(batch, continuations, lengths)
+        return self._chain(continuations, lengths)
 
     def _find(self, batch: DecodeBatch, count: int) -> Found:
         """The best `count` occurrences of the texts' ends, and what followed them."""
         self._store(batch, batch.anchors[:, None])
         drafter, pool = self._drafter, self.pool.tokens if self.pool else None
         texts = Texts(pool, self.history, batch.slots, batch.seq_lens, batch.max_seq_len)
-        limits = Limits(
-            count, drafter.longest, drafter.compared, drafter.shortest, batch.shape.depth
-        )
-        return search(texts, limits)
+        least = drafter.compared, drafter.shortest
+        return search(texts, Limits(count, drafter.longest, *least, batch.shape.depth))
 
     def _chain(self, continuations: Tensor, lengths: Tensor) -> DraftOutput:
         """The best continuation."""

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,59 +180,49 @@ def test_provenance_holds_the_drafters_hash() -> None:
     assert found["smollm2-dflash"]["sha256"]["model.safetensors"] == sha256()
 
 
+@pytest.fixture(scope="module")
+def chains() -> SpecDecoder:
+    """The embedded model with what it gets by default, in float32."""
+    return SpecDecoder.from_pretrained(
+        device="cpu", dtype="float32", engine=engine_config(num_draft_tokens=15)
+    )
+
+
+def engine_config(**drafts: Any) -> EngineConfig:
+    cache = CacheConfig(memory_bytes=2**28)
+    return EngineConfig(max_num_seqs=4, max_model_len=256, cache=cache, **drafts)
+
+
+def asked(count: int) -> list[list[dict[str, str]]]:
+    items = load_prompt_set("bundled").items[:count]
+    return [[{"role": "user", "content": item.turns[0]}] for item in items]
+
+
 @pytest.mark.slow
-def test_it_drafts_well_for_the_embedded_model() -> None:
-    """Loaded by default, in float32: the same tokens as plain decoding, and tau near the 4.48 that
-    it had when it was added.
+def test_it_drafts_well_for_the_embedded_model(chains: SpecDecoder) -> None:
+    """The tokens of plain decoding, and tau near the 4.48 that it had when it was added.
 
     Catches weights that are read as something else: outputs stay right, and tau falls, to 2.0 with
     another mask token.
     """
-    engine = EngineConfig(
-        max_num_seqs=4,
-        max_model_len=512,
-        num_draft_tokens=15,
-        cache=CacheConfig(memory_bytes=2**28),
-    )
-    decoder = SpecDecoder.from_pretrained(device="cpu", dtype="float32", engine=engine)
-    prompts = [
-        [{"role": "user", "content": item.turns[0]}]
-        for item in load_prompt_set("bundled").items[:4]
-    ]
-    plain, drafted = (one.generate(prompts, max_tokens=48) for one in (decoder.plain(), decoder))
-    assert isinstance(plain, list)
-    assert isinstance(drafted, list)
+    plain, drafted = (one.generate(asked(4), max_tokens=32) for one in (chains.plain(), chains))
+    assert isinstance(plain, list) and isinstance(drafted, list)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
     assert pooled(result.stats for result in drafted).tau >= 4.0
 
 
 @pytest.mark.slow
-def test_its_trees_accept_more() -> None:
+def test_its_trees_accept_more(chains: SpecDecoder) -> None:
     """16 drafts in a tree against 15 in a chain, greedy and sampled side by side: the same tokens
     in fewer steps.
 
     Catches features or noise of a path that are another one's: they leave outputs as they are, and
     tau falls.
     """
-    cache = CacheConfig(memory_bytes=2**28)
-    chains, trees = (
-        SpecDecoder.from_pretrained(
-            device="cpu",
-            dtype="float32",
-            engine=EngineConfig(
-                max_num_seqs=4,
-                max_model_len=256,
-                num_draft_tokens=15 if nodes == 0 else None,
-                tree_nodes=nodes,
-                cache=cache,
-            ),
-        )
-        for nodes in (0, 16)
+    trees = SpecDecoder.from_pretrained(
+        device="cpu", dtype="float32", engine=engine_config(num_draft_tokens=None, tree_nodes=16)
     )
-    prompts = [
-        chains.tokenize([{"role": "user", "content": item.turns[0]}])
-        for item in load_prompt_set("bundled").items[:2]
-    ]
+    prompts = [chains.tokenize(chat) for chat in asked(2)]
 
     def run(decoder: SpecDecoder) -> list[Request]:
         params = [SamplingParams(max_tokens=24, temperature=heat, seed=3) for heat in (0.0, 0.8)]
@@ -243,9 +234,6 @@ def test_its_trees_accept_more() -> None:
         return requests
 
     in_chains, in_trees = run(chains), run(trees)
-    assert [request.output_token_ids for request in in_trees] == [
-        request.output_token_ids for request in in_chains
-    ]
-    assert sum(len(request.num_emitted) for request in in_trees) < 0.9 * sum(
-        len(request.num_emitted) for request in in_chains
-    )
+    assert [one.output_token_ids for one in in_trees] == [one.output_token_ids for one in in_chains]
+    steps = [sum(len(one.num_emitted) for one in some) for some in (in_chains, in_trees)]
+    assert steps[1] < 0.9 * steps[0]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from drafters.algorithms import speculators_sections
 from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.config.heads import ARCHITECTURES
 from drafters.dflash.config.layout import Layout
@@ -45,6 +46,7 @@ def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     if partial := rope.get("partial_rotary_factor"):
         # without which the factor would be taken for the target's
         rope["rope_dim"] = int(partial * config.head_dim)
+    first_window = config.windows.index(max(windows)) if windows else config.num_hidden_layers
     section: dict[str, Any] = {
         "model_type": "qwen3",
         "dtype": dtype,
@@ -65,9 +67,7 @@ def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         ],
         "use_sliding_window": bool(windows),
         "sliding_window": max(windows, default=None),
-        "max_window_layers": config.windows.index(max(windows))
-        if windows
-        else config.num_hidden_layers,
+        "max_window_layers": first_window,
         "rope_theta": config.rope_parameters["rope_theta"],
         "rope_parameters": rope,
     }
@@ -117,11 +117,8 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         own["sample_from_anchor"] = config.sample_from_anchor
     own |= head | ({"projector_type": "dspark"} if config.algorithm == "dspark" else {})
     architecture = ARCHITECTURES[config.algorithm]["z-lab"]
-    result = {
-        "architectures": [architecture],
-        **_layer_section(config, dtype),
-        "block_size": config.block_size,
-    }
+    layers = _layer_section(config, dtype)
+    result = {"architectures": [architecture], **layers, "block_size": config.block_size}
     optional = {
         "is_causal": None if by_kind else config.causal[0],
         "draft_vocab_size": config.draft_vocab_size,
@@ -145,16 +142,9 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
 
 
 def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    sliding = {
-        causal
-        for window, causal in zip(config.windows, config.causal, strict=True)
-        if window is not None
-    }
-    full = {
-        causal
-        for window, causal in zip(config.windows, config.causal, strict=True)
-        if window is None
-    }
+    kinds = list(zip(config.windows, config.causal, strict=True))
+    sliding = {causal for window, causal in kinds if window is not None}
+    full = {causal for window, causal in kinds if window is None}
     require(
         True not in full and len(sliding) <= 1,
         f"causality {config.causal} by layer has no key in the speculators layout",
@@ -174,25 +164,11 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         architecture is not None,
         f"the speculators layout has no {config.algorithm}; write the z-lab layout",
     )
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": config.speculative_tokens or config.max_draft_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    verifier = {
-        "name_or_path": config.verifier_name,
-        "architectures": list(config.verifier_architectures),
-    }
+    drafts = config.speculative_tokens or config.max_draft_tokens
+    target = config.verifier_name, config.verifier_architectures
     return {
         "architectures": [architecture],
-        "speculators_model_type": config.algorithm,
-        "speculators_config": {
-            "algorithm": config.algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": verifier,
-        },
+        **speculators_sections(config.algorithm, drafts, *target),
         "transformer_layer_config": _layer_section(config, dtype),
         "dtype": dtype,
         "block_size": config.block_size,

@@ -27,7 +27,7 @@ from tests.checks.dflash import (
 
 pytest.importorskip("dflash.model")
 
-TOKENS = 32
+TOKENS = 24
 CHATS = {item.item_id: item.turns[0] for item in load_prompt_set("bundled").items[:2]}
 
 

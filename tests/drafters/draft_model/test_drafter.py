@@ -130,7 +130,7 @@ def test_preempted_requests_draft_as_before(target: Verifier) -> None:
     check_drafts(model, drafter.network, noted[::3], least=8)
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 5, 7])
+@pytest.mark.parametrize("k", [0, 2, 7])
 def test_output_does_not_depend_on_drafts(target: Verifier, k: int) -> None:
     """Greedy and sampled, every other request of each kind."""
     prompts = random_prompts(4)

@@ -161,14 +161,7 @@ def test_trees_leave_rows_as_they_should_be(kind: str, nodes: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "temperature"),
-    [
-        ("pairs", 0.0),
-        ("pairs", 0.8),
-        ("tokens", 0.0),
-        ("tokens", 0.8),
-        ("window", 0.0),
-        ("reduced", 0.8),
-    ],
+    [("pairs", 0.8), ("tokens", 0.0), ("window", 0.0), ("reduced", 0.8)],
 )
 def test_trees_grow_behind_the_likeliest_paths_of_each_level(kind: str, temperature: float) -> None:
     """Paths and scores, given the noise, are those of a network that reads all text anew."""
@@ -198,7 +191,7 @@ def test_trees_grow_behind_the_likeliest_paths_of_each_level(kind: str, temperat
     )
     assert beams == 8 and max(max(request.num_emitted) for request in requests) > 1
     checked = deepest = 0
-    for request, length, output, place in steps[::3]:
+    for request, length, output, place in steps[::5]:
         text = request.token_ids[: length + 1]
         if len(text) <= length:
             continue

@@ -43,7 +43,6 @@ def cached(engine: SpecEngine, blocks: slice) -> list[torch.Tensor]:
     [
         ("pairs", "greedy", {}),
         ("tokens", "mixed", {"tree_nodes": 12}),
-        ("tokens", "mixed", {}),
         ("pairs at once", "greedy", {}),
         ("eagle3", "mixed", {"draft_sampling": "probabilistic"}),
     ],
