@@ -196,9 +196,7 @@ class GrammarCompiler:
         import xgrammar
 
         return xgrammar.TokenizerInfo.from_huggingface(
-            self._tokenizer,
-            vocab_size=self._vocab_size,
-            stop_token_ids=list(self._eos_token_ids),
+            self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=list(self._eos_token_ids)
         )
 
     def _library(self, markers: frozenset[int]) -> _Library:

@@ -73,10 +73,7 @@ class ThinkingProgress:
         return True
 
     def fill(
-        self,
-        masks: Tensor,
-        drafts: Sequence[int] = (),
-        parents: Sequence[int] | None = None,
+        self, masks: Tensor, drafts: Sequence[int] = (), parents: Sequence[int] | None = None
     ) -> None:
         masks.fill_(PERMISSIVE)
         self.dead_ends = frozenset()

@@ -17,13 +17,7 @@ from specdec.base.metrics import AcceptanceStats
 from specdec.base.version import __version__
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.transport import ClientGone, gone
-from specdec.serve.errors import (
-    RequestError,
-    busy,
-    check_model,
-    engine_failed,
-    told,
-)
+from specdec.serve.errors import RequestError, busy, check_model, engine_failed, told
 from specdec.serve.processes.setup import Setup
 from specdec.serve.state.totals import Totals, sum_of
 from specdec.serve.texts import Texts

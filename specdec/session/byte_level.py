@@ -34,10 +34,7 @@ class Pieces(dict[int, bytes]):
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        skip_special_tokens: bool,
-        shown: frozenset[int],
+        self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool, shown: frozenset[int]
     ) -> None:
         super().__init__()
         self._tokenizer = tokenizer

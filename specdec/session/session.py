@@ -311,10 +311,7 @@ class Session:
         if self.tokenizer is not None and (sampling.stop or (text and incremental)):
             # A least length of the checkpoint's own holds off its ends alone, as in Transformers.
             decoder = IncrementalDecoder(
-                self.tokenizer,
-                sampling.stop,
-                min_tokens=sampling.min_tokens or 0,
-                **special,
+                self.tokenizer, sampling.stop, min_tokens=sampling.min_tokens or 0, **special
             )
         push = None if decoder is None else lambda request, tokens: decoder.push(tokens)
         request = self.engine.new_request(token_ids(prompt), sampling, on_tokens=push)

@@ -150,7 +150,4 @@ def start_sampling(folder: Path) -> Check:
 
 
 KNOWN = set(SamplingParams.__dataclass_fields__)
-KINDS = {
-    "bodies": Kind(body, start_bodies, 30),
-    "sampling": Kind(sampling, start_sampling, 40),
-}
+KINDS = {"bodies": Kind(body, start_bodies, 30), "sampling": Kind(sampling, start_sampling, 40)}

@@ -73,9 +73,7 @@ def run_checks(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtyp
 
 
 def _times(
-    device: torch.device,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype | None,
+    device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> Iterator[str]:
     """Ways of doing the same that were timed once more; of each kind a start takes the fastest."""
     if not races(device):
@@ -95,9 +93,7 @@ def _times(
 
 
 def _specs(
-    device: torch.device,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype | None,
+    device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> list[AttentionSpec]:
     shapes = ((*shape, DEFAULT_BLOCK_SIZE) for shape in SHAPES)
     return [AttentionSpec(device, dtype, *shape, cache_dtype=cache_dtype) for shape in shapes]

@@ -9,11 +9,7 @@ from json.encoder import encode_basestring
 from typing import Any
 from uuid import uuid4
 
-from specdec.serve.answers.acceptance import (
-    meta_info,
-    prediction_details,
-    speculative_decoding,
-)
+from specdec.serve.answers.acceptance import meta_info, prediction_details, speculative_decoding
 from specdec.serve.answers.token_bytes import TokenBytes
 from specdec.serve.answers.transport import escaped, line
 from specdec.serve.errors import RequestError

@@ -18,9 +18,7 @@ from specdec.session.prompts import PromptReader
 
 
 def chat_text(
-    reader: PromptReader,
-    asked: Chat | TokenizeRequest,
-    tools: Sequence[dict[str, Any]] = (),
+    reader: PromptReader, asked: Chat | TokenizeRequest, tools: Sequence[dict[str, Any]] = ()
 ) -> Callable[[], str]:
     """What makes the prompt of messages and tools, by the model's template.
 

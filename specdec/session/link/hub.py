@@ -244,22 +244,13 @@ class Hub:
             self._on_ready = lambda: None
 
     def _take_new(
-        self,
-        link: Link,
-        key: int,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
+        self, link: Link, key: int, tokens: Sequence[int], sampling: SamplingParams
     ) -> None:
         failures: Any = self._failures
         link.check_room(len(tokens))
         try:
             handle = self._session.submit(
-                tokens,
-                sampling,
-                incremental=False,
-                text=False,
-                stream=failures,
-                wait=False,
+                tokens, sampling, incremental=False, text=False, stream=failures, wait=False
             )
         except Exception as error:
             if not isinstance(error, SpecDecError):

@@ -183,11 +183,7 @@ class Remote:
             self._deliver(handle)
 
     def _take_news(
-        self,
-        num_keys: int,
-        more: list[list[Any]],
-        numbers: list[int],
-        integers: bytes,
+        self, num_keys: int, more: list[list[Any]], numbers: list[int], integers: bytes
     ) -> None:
         self.numbers, given = Numbers(*numbers), unpacked(integers, num_keys)
         keys, counts, parts = (given[num_keys * part :][:num_keys] for part in range(3))

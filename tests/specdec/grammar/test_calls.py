@@ -183,8 +183,7 @@ def test_what_texts_are_not_held_to_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["[]", "{}", "x", '{"form": "hermes"}', json.dumps({"form": "hermes", "functions": 3})],
+    "text", ["[]", "{}", "x", '{"form": "hermes"}', json.dumps({"form": "hermes", "functions": 3})]
 )
 def test_no_grammar_of_calls(text: str) -> None:
     with pytest.raises(InvalidInputError, match=r"make it with Grammar\.calls"):

@@ -32,16 +32,11 @@ PROMPTS = {name: prompt_of(one) for name, one in TOKENIZERS.items()}
 
 
 def start(
-    template: str,
-    grammar: str | None,
-    budget: int | None,
+    template: str, grammar: str | None, budget: int | None
 ) -> ThinkingProgress | GrammarProgress:
     form = None if grammar is None else Grammar.regex(grammar)
     made = COMPILERS[template].follow(
-        PROMPTS[template],
-        form,
-        after_thinking=grammar is not None,
-        budget=budget,
+        PROMPTS[template], form, after_thinking=grammar is not None, budget=budget
     )
     assert made is not None
     made.compiled.result()
@@ -60,13 +55,10 @@ def allowed(mask: torch.Tensor) -> set[int]:
 
 @pytest.mark.parametrize("template", [SWITCHED, OPENED, CHANNELS])
 @pytest.mark.parametrize(
-    ("grammar", "budget"),
-    [("(ab|ba)+", None), ("(ab|ba)+", 3), (None, 0), (None, 2), ("c", 0)],
+    ("grammar", "budget"), [("(ab|ba)+", None), ("(ab|ba)+", 3), (None, 0), (None, 2), ("c", 0)]
 )
 def test_a_row_has_the_mask_of_its_path(
-    template: str,
-    grammar: str | None,
-    budget: int | None,
+    template: str, grammar: str | None, budget: int | None
 ) -> None:
     """Of trees drawn at random, mostly from what may follow: as if its path had been read."""
     random_ = random.Random(f"{template} {grammar} {budget}")

@@ -21,11 +21,7 @@ OFF = {"enable_thinking": False}
 def decoder(**options: Any) -> SpecDecoder:
     engine = EngineConfig(max_num_seqs=2, max_model_len=128)
     return SpecDecoder(
-        paged_verifier(plain_model("llama")),
-        thinking_tokenizer(SWITCHED),
-        None,
-        engine,
-        **options,
+        paged_verifier(plain_model("llama")), thinking_tokenizer(SWITCHED), None, engine, **options
     )
 
 
@@ -38,14 +34,14 @@ def test_thinking_is_switched_by_the_decoder_or_by_a_call() -> None:
     """A call goes before the decoder, and so does the baseline of a comparison."""
     plain, off = decoder(), decoder(chat_template_kwargs=OFF)
     assert end(plain).endswith("assistant ") and end(plain, chat_template_kwargs=OFF).endswith(
-        "</think>",
+        "</think>"
     )
     assert end(off).endswith("</think>") and end(off.plain()).endswith("</think>")
     assert end(off, chat_template_kwargs={"enable_thinking": True}).endswith("assistant ")
     (chunk,) = off.stream(CHAT, max_tokens=1)
     assert chunk.result is not None and off.tokenize(CHAT) == chunk.result.prompt_token_ids
     assert off.tokenize(CHAT, chat_template_kwargs={"enable_thinking": True}) == plain.tokenize(
-        CHAT,
+        CHAT
     )
 
 
@@ -87,16 +83,14 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
     file.write_text("nothing", encoding="utf-8")
     for wrong in (str(file), str(tmp_path / "none"), str(tmp_path)):
         with pytest.raises(
-            InvalidInputError,
-            match="give a file with a Jinja template, or its text",
+            InvalidInputError, match="give a file with a Jinja template, or its text"
         ):
             LoadConfig(chat_template=wrong)
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "eval"])
 def test_commands_tell_what_is_wrong_before_anything_is_loaded(
-    command: str,
-    capsys: pytest.CaptureFixture[str],
+    command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rest = {"generate": ["x"], "eval": ["--tasks", "bundled"]}
     line = [command, *rest.get(command, []), "--model", "/nowhere", "--chat-template-kwargs", "{"]

@@ -63,10 +63,7 @@ def test_a_stop_string_ends_either_part() -> None:
     tokens = tokenizer("abc</think>abd", add_special_tokens=False)["input_ids"]
     for stop, parts in (("bc", ("a", "")), ("bd", ("abc", "a")), ("b", ("a", ""))):
         decoder = PartedDecoder(
-            tokenizer,
-            [stop],
-            thinking=thinking,
-            place=thinking.behind_prompt(thinking.opening),
+            tokenizer, [stop], thinking=thinking, place=thinking.behind_prompt(thinking.opening)
         )
         plain = IncrementalDecoder(tokenizer, [stop])
         assert decoder.push(tokens) == plain.push(tokens)
