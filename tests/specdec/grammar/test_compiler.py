@@ -307,10 +307,12 @@ def test_an_interpreter_that_ends_waits_for_nothing(
 
 
 def test_the_process_comes_without_torch() -> None:
-    """Which takes seconds, and makes a fork slow."""
+    """Which takes seconds, and makes a fork slow; nor do rules of any kind need it."""
     code = (
-        "from specdec.grammar import worker; import sys; worker._library(); print('torch._C' in"
-        " sys.modules)"
+        "from specdec.grammar import worker; import sys; worker._library()\n"
+        "from specdec.grammar.grammar import Grammar; from specdec.grammar.rules import rules_of\n"
+        "for one in (Grammar.calls('hermes', {'f': None}), Grammar.json_object()): rules_of(one)\n"
+        "print('torch._C' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
     assert (ran.stdout, ran.stderr) == ("False\n", "")
