@@ -23,14 +23,9 @@ from verifiers.needs import needs_of, read_needs
 CPU = torch.device("cpu")
 VALUES: tuple[Any, ...] = (None, 5, "x", [], 0, 1.5)
 EXTRA = (
-    "layer_types",
-    "sliding_window",
-    "quantization_config",
-    "text_config",
-    "per_layer_config",
-    "is_causal",
-    "auto_map",
-)
+    "layer_types", "sliding_window", "quantization_config", "text_config", "per_layer_config",
+    "is_causal", "auto_map",
+)  # fmt: skip
 """What a config may state though its type has no such entry."""
 
 COMPOSITE = {

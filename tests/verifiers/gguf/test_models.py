@@ -339,13 +339,9 @@ SMALL: dict[str, Any] = {
 }
 
 OTHERWISE = {
-    "architectures",
-    "transformers_version",
-    "dtype",
-    "initializer_range",
-    "use_cache",
+    "architectures", "transformers_version", "dtype", "initializer_range", "use_cache",
     "pad_token_id",
-}
+}  # fmt: skip
 OTHERWISE |= {"embedding_initializer_range", "pretraining_tp", "_name_or_path"}
 """Entries that say nothing of what a model computes."""
 
@@ -459,16 +455,8 @@ def test_every_architecture_has_a_case() -> None:
 
 
 LIKE_TRANSFORMERS = (
-    "llama",
-    "llama_tied",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3",
-    "lfm2",
-    "qwen3_5",
-)
+    "llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "lfm2", "qwen3_5",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIKE_TRANSFORMERS)

@@ -130,21 +130,9 @@ def test_digits_and_han_are_split_by_name(tmp_path: Path) -> None:
 def sentence_piece() -> dict[str, Any]:
     """Keys of a file with SentencePiece's pairs: scores, bytes, and no merges."""
     words = [
-        "the",
-        "that",
-        "this",
-        "then",
-        "other",
-        "he",
-        "th",
-        "at",
-        "is",
-        "er",
-        "ot",
-        "en",
-        "hat",
+        "the", "that", "this", "then", "other", "he", "th", "at", "is", "er", "ot", "en", "hat",
         "her",
-    ]
+    ]  # fmt: skip
     plain = [
         SPACE,
         *"abcdefghijklmnopqrstuvwxyz",
