@@ -54,9 +54,6 @@ class DecoderVerifier:
         config: the whole model's.
         description: of its family, from the config as `verifiers.weights.shards.sharded` gives it.
         weights: its tensors, or a rank's part of them, which are taken over.
-        name: how to call it in messages.
-        backend: attention over the cache.
-        eos: end-of-sequence ids.
         checkpoint: what `weights` were read from, which may hold more than the target needs; None
             where it does not matter.
 

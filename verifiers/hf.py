@@ -93,8 +93,6 @@ def verifier_for(
 
     Args:
         model: a causal language model with `attn_implementation=ATTENTION_NAME`, on its device.
-        name: how to call it in messages.
-        backend: attention over the cache.
         fuse: False runs every model through its own modules, but for latent attention and what
             `verifiers.config.shape.peculiarity` names, which they do not have on our cache.
 
@@ -144,9 +142,6 @@ class HFVerifier:
     Args:
         model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, in eval
             mode on its device.
-        name: how to call it in messages.
-        backend: attention over the cache.
-        eos: end-of-sequence ids.
 
     Attributes:
         layers: the decoder layers, as the model holds them.

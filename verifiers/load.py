@@ -64,11 +64,9 @@ def load_verifier(
 
     Args:
         name: "embedded", a local folder, or a hub name.
-        device: where the weights go.
         dtype: type of weights and activations; None for the fastest, see
             `specdec.layers.packed.check.fastest_dtype`.
         attention: name of an attention backend, or "auto".
-        block_size: tokens per cache block.
         cache_dtype: type of the cache when it is not `dtype`.
         fp8_prefill: prompts may be computed in 8-bit floats, which latent attention on gfx950 does.
         fuse: run models of known families as `DecoderVerifier`; otherwise every model runs through

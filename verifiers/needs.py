@@ -179,10 +179,8 @@ def needs_of(
 
     Args:
         entries: of its config.json.
-        name: how to call it.
         device: where it would run, which decides the attention backend.
         dtype: of its weights and activations.
-        gpu_bytes: memory of one GPU.
         total_size: bytes of its weights' files; None to add them up from the config.
         names: of the tensors in them, where they are known.
         gguf: the files where they are GGUF's.

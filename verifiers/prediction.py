@@ -70,7 +70,6 @@ def read_prediction(verifier: Verifier, folder: Path | None = None) -> Predictio
     """The layers that predict further tokens for a target.
 
     Args:
-        verifier: the target.
         folder: of their checkpoint, in the layout of speculators or of Gemma 4's assistants; None
             where they are in the target's.
 

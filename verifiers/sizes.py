@@ -35,9 +35,7 @@ def weight_bytes(
     """Bytes of the weights in memory.
 
     Args:
-        config: of the text model.
         quantization: how the file has them, None for plain numbers.
-        dtype: what plain numbers become.
         total_size: bytes of the file, if its index says; of a multimodal checkpoint with the tower,
             which is small.
         packed: quantized weights stay as they are, otherwise they become plain numbers.

@@ -69,8 +69,6 @@ class Decoder:
     """Layers, and the norm after them.
 
     Args:
-        layers: in order.
-        final_norm: the norm after the last layer.
         ops: what computes between the products.
         residual_scale: factor of what a sublayer adds to the stream.
 
@@ -149,7 +147,6 @@ class Decoder:
 
         Args:
             hidden: [T, H], what the first layer is given.
-            angles: of the rows.
             backends: attention over the caches, one per layer.
             caches, plans: one per layer, the plans of its backend.
             taps: layers whose raw outputs are wanted; -1 is the embeddings.

@@ -121,7 +121,6 @@ class PredictionLayers:
             embeddings: [T, Ht], of the token of each row, as the target's layers are given them.
             hidden: [T, Ht], see `features` and `following`.
             position_ids: int64 [T].
-            metadata: of the rows.
             caches: one per entry of `kv_specs`.
             wanted: see above.
         """

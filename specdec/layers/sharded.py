@@ -25,7 +25,6 @@ class SummedLinear(Linear):
 
     Args:
         part: this rank's. A bias is that of rank 0 alone.
-        group: the ranks.
     """
 
     def __init__(self, part: Linear, group: Group) -> None:
@@ -111,7 +110,6 @@ def norm_divided(parts: tuple[Tensor, ...], norms: tuple[Norm, ...], group: Grou
     Args:
         parts: this rank's numbers of each kind of row.
         norms: of each kind, with this rank's part of the weight.
-        group: the ranks.
     """
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     squares = torch.cat([part.to(wide).square().sum(-1, keepdim=True) for part in parts], dim=-1)

@@ -25,9 +25,6 @@ def latent_attention(
     """The attention whose tensors these are.
 
     Args:
-        weights: of one layer's attention.
-        config: the model's.
-        spec: of the backend.
         rope: of the rotated parts; None where they are not.
         interleaved: the model's RoPE turns neighboring numbers; here they are stored as halves.
     """

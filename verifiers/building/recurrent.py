@@ -42,9 +42,6 @@ def mixer(
     """What a decoder layer has to mix rows, if anything, and its output projection.
 
     Args:
-        weights: of the decoder layer.
-        config: the model's.
-        layer: which.
         attention: builds its attention, if it has any.
     """
     if not is_recurrent(config, layer):

@@ -32,7 +32,6 @@ class SharedBlocks:
     first layers that have them.
 
     Args:
-        config: the model's.
         count: of blocks.
         weights: of the model, from which they are taken.
     """
@@ -56,7 +55,6 @@ class SharedBlocks:
         """What a hybrid layer has in the place of attention; layers are asked for in order.
 
         Args:
-            layer: which.
             attention: builds a block's attention.
             norm: builds a norm of that name.
             projection, norm_after, linear: of the layer itself, see `AfterSharedBlock`.

@@ -106,10 +106,7 @@ def generation_of(
     """What a checkpoint asks.
 
     Args:
-        name: of the target, for messages.
         file: its generation_config.json; None where there is none.
-        config: its config.json.
-        vocab_size: of the target.
         tokenizer: the target's, which may end texts, too; None where it is not known.
         source: "none" leaves all but the ends aside.
 

@@ -44,7 +44,6 @@ def name_of(name: str, config: Any, ignored: Sequence[str] = ()) -> str | None:
 
     Args:
         name: in the file.
-        config: of the text model.
         ignored: expressions for further names that it lacks, beyond its last layer.
     """
     if DROPPED.search(name) or UNUSED.search(name):
@@ -82,7 +81,6 @@ def predicts(config: Any, names: Collection[str] = ()) -> bool:
     """Whether a target has such layers in its own checkpoint.
 
     Args:
-        config: the target's.
         names: of all tensors in its files; without any, the config's word is taken.
     """
     layers = family_of(config).prediction

@@ -66,7 +66,6 @@ def read(
     """Calls `load`, turning what a bad path or damaged file raises into one line.
 
     Args:
-        name: of the target.
         what: is read of it.
         load: reads it.
         blame: says which entry is at fault, with a colon behind it, or nothing; asked where `load`

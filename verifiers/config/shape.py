@@ -215,7 +215,6 @@ def context_limits(config: PreTrainedConfig, *, own: bool) -> ContextLimits:
     3's factor is none of lengths.
 
     Args:
-        config: of the text model.
         own: our own layers run it, none of which has a table of positions.
 
     Raises:

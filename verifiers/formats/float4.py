@@ -44,11 +44,8 @@ def float4(
     """A weight of 4-bit floats.
 
     Args:
-        module: it belongs to, for messages.
         codes: uint8 [..., out, in / 2], the low half first.
         scale: [..., out, in / group], powers of two in bytes, or float32.
-        group: inputs that share a scale.
-        dtype: of the model.
 
     Raises:
         CheckpointError: another type, or scales that do not fit.
@@ -75,11 +72,9 @@ def nvfp4(
     """A weight of 4-bit floats with two scales, whose product is taken in float32.
 
     Args:
-        module: it belongs to, for messages.
         codes: uint8 [..., out, in / 2], the low half first.
         scale: float8_e4m3fn [..., out, in / 16].
         factor: of all scales, one number, or one for each expert.
-        dtype: of the model.
 
     Raises:
         CheckpointError: another type, or scales that do not fit.

@@ -41,12 +41,10 @@ def floats(
     """A weight of floats whose kind its tensors tell.
 
     Args:
-        module: it belongs to, for messages.
         parts: `weight` float8_e4m3fn [..., out, in] or uint8 [..., out, in / 2], which may be
             called `weight_packed`, with `weight_scale` or `weight_scale_inv`. The second scale of
             NVFP4 is `weight_scale_2`, a factor, or `weight_global_scale`, a divisor.
         block: of the scales of 8-bit floats, see `block_of`.
-        dtype: of the model.
 
     Raises:
         CheckpointError: another type, or scales that do not fit.
@@ -85,11 +83,9 @@ def float8(
     """A weight of 8-bit floats.
 
     Args:
-        module: it belongs to, for messages.
         weight: float8_e4m3fn [..., out, in].
         scale: see `per_output`; factors in float32 or bfloat16, or exponents in bytes.
         block: outputs and inputs that share a scale.
-        dtype: of the model.
 
     Raises:
         CheckpointError: another type, or scales that do not fit.

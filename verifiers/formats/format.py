@@ -68,7 +68,6 @@ class Format(ABC):
         Args:
             module: its name in the checkpoint.
             parts: its tensors, those of `required` among them.
-            dtype: of the model.
 
         Returns:
             [..., out, in]: packed, or float32 where our packed form cannot say it.
@@ -157,7 +156,6 @@ def per_output(scale: Tensor, module: str, shape: Sequence[int], block: tuple[in
 
     Args:
         scale: [..., ceil(out / outputs), ceil(in / inputs)], or those in fewer dimensions.
-        module: it belongs to, for messages.
         shape: [..., out, in] of the weight.
         block: outputs and inputs of a block; the last ones of a weight may be smaller.
 

@@ -37,13 +37,10 @@ def packed_integers(
     of their range, lowest first.
 
     Args:
-        module: it belongs to, for messages.
         parts: `weight_scale` [out, groups] beside it, and perhaps `weight_shape`,
             `weight_zero_point` int32 [out * bits / 32, groups], packed along the outputs, and
             `weight_g_idx` [in], the group of each input.
-        bits: of a code.
         group: inputs of a group; None for one scale per output or one for all.
-        dtype: of the model.
 
     Raises:
         CheckpointError: other bits, or an odd number of inputs.
@@ -102,15 +99,11 @@ def integers(
     """A weight `scale * (code - zero)`.
 
     Args:
-        module: it belongs to, for messages.
         codes: uint8 from 0 on, for up to four bits [out, in / 2] low half first, else [out, in].
         scale: float32 or bfloat16 [out, groups], or as `per_output` takes it.
         zeros: integers [out, groups], codes of zero; None for the middle code.
         groups: the group of each input [in], where inputs were sorted by size; None, or all -1, for
             their own order.
-        bits: of a code.
-        group: inputs of a group.
-        dtype: of the model.
 
     Returns:
         Packed, or in plain numbers where a group's inputs are not neighbors.

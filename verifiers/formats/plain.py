@@ -19,7 +19,6 @@ def plain_numbers(
 
     Args:
         tensors: of a checkpoint, by name.
-        quantization: its `quantization_config`.
         dtype: of the numbers; tensors that are not quantized keep theirs.
 
     Returns:

@@ -90,10 +90,8 @@ def read_named(
     """Weights of a checkpoint that `name` has a name for.
 
     Args:
-        path: a local folder with safetensors files.
         config: of the model; of a composite that of its text part.
         name: what a tensor of the files is called here; None leaves it out.
-        device: where they go, one by one.
         dtype: of the model. Parameters that its class keeps in float32 stay so.
         as_stored: quantized weights stay packed where a packed form says the same; otherwise all
             become numbers of `dtype`.
@@ -119,7 +117,6 @@ class _Reader:
 
     Args:
         files: its tensors.
-        config: of the text model.
         form: of quantized weights; None where there are none.
         name, device, dtype, as_stored, shard: see `read_named`.
     """

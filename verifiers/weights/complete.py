@@ -22,7 +22,6 @@ def complete(
 
     Args:
         weights: as `verifiers.weights.checkpoint.read_weights` returns them.
-        config: of the text model.
         shard: what they are; None for all of the model.
 
     Raises:

@@ -40,10 +40,7 @@ def read_gguf(
     """The tensors of a model.
 
     Args:
-        files: that hold it.
-        config: of the text model.
         names: of the tensors, as Transformers has them.
-        device: where they go, one by one.
         dtype: of plain numbers; what the model's class keeps in float32 stays so.
         as_stored: matrices stay in blocks where our layers multiply these.
         part: gives what is wanted of a tensor of that name; None for all of it.
@@ -146,7 +143,6 @@ def memory_of(
     """Bytes of a model's weights where our layers multiply them.
 
     Args:
-        files: that hold it.
         device: where it runs: experts stay in blocks of few types, and on accelerators alone.
         dtype: of numbers.
         as_stored: see `read_gguf`.

@@ -54,7 +54,6 @@ class Shard:
     Args:
         config: of the whole text model.
         description: of its family, from the config as `sharded` gives it.
-        group: the ranks.
         name: how to call the target in messages.
 
     Raises:

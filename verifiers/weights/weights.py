@@ -139,7 +139,6 @@ class Weights:
         """The weights [E, out, in] of all experts, packed if the checkpoint is.
 
         Args:
-            name: of them.
             transposed: transformers has them as [E, in, out]; packed ones never are.
 
         Raises:

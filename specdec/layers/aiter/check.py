@@ -41,7 +41,6 @@ def takes_aiter_layers(backend: AttentionBackend | MlaBackend, *, fused: bool) -
     them from it is logged once.
 
     Args:
-        backend: attention.
         fused: whether fused layers run around it, of which they take the place.
     """
     device, dtype = backend.spec.device, backend.spec.dtype

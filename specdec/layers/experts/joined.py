@@ -58,9 +58,6 @@ class JoinedExperts:
         """The layers for kernels that take them together; None where none do, or AITER's choose.
 
         Args:
-            router: chooses.
-            experts: to choose from.
-            mlp: of all tokens.
             mlp_gate: to the number whose sigmoid weighs what `mlp` puts out, or None.
         """
         gate_up, down, gate = mlp.gate_up, mlp.down, router.gate

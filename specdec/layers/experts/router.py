@@ -95,7 +95,6 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
     Args:
         logits: [num_tokens, num_experts].
-        routing: how.
         bias: [num_experts], if and only if `routing.biased`.
 
     Returns:

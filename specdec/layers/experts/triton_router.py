@@ -150,7 +150,6 @@ def route(
     Args:
         logits: [rows, num_experts], or partial sums [parts, rows, num_experts]; the last axis is
             contiguous and may be longer.
-        routing: how.
         bias: [num_experts], if and only if `routing.biased`.
         gate_bias: [num_experts], added to the logits, or None.
         shared: parts of `specdec.layers.experts.routing.SharedExperts`, which all rows have behind

@@ -30,7 +30,6 @@ def ops_for(
     the place of some of ours where they are asked for by name.
 
     Args:
-        backend: attention.
         mixes: layers have experts.
         recurs: layers are recurrent.
         convolves: there are convolutions around sublayers.

@@ -27,8 +27,6 @@ def shared_rows(
     Args:
         group: which all of its ranks ask for, in the same order.
         width: H, of a row.
-        device: of this rank.
-        dtype: of the rows.
     """
     if group is None or group.one_shot is None:
         return None

@@ -39,8 +39,6 @@ def mix_rows(x: Tensor, dynamic: Tensor, base: Tensor, width: int, side: Side) -
         x: [..., n * width, H], blocks of `width` rows one after the other.
         dynamic: [..., n * width, 2 * taps * groups], what `GroupedConvolution.projection` gives.
         base: [2, taps, H].
-        width: rows of a block.
-        side: which kernels.
 
     Returns:
         [..., n * width, H].

@@ -52,8 +52,6 @@ class TritonOps(Ops):
     """`Ops` in Triton, and in plain torch where a kernel does not pass its check or gains nothing.
 
     Args:
-        device: where.
-        dtype: of the rows.
         mixes: there will be experts, which are then chosen and multiplied with by our kernels, if
             those pass their check.
         recurs: the same of recurrent layers.

@@ -97,7 +97,6 @@ def gated_norm(
         x: [T, groups * V]; rows may be apart.
         gate: the same shape and type; rows may be apart.
         weight: [V] for all groups alike, or [groups * V].
-        epsilon: of the norm.
         width: V, if groups do not share the weight; 0 is the weight's size.
         gate_first: the norm sees the gated numbers (Mamba-2), or is gated itself (Gated DeltaNet).
         sigmoid: the factor is `sigmoid(gate)`, rounded only at the end (Kimi Delta Attention).

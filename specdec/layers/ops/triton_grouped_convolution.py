@@ -49,18 +49,8 @@ def _mix_kernel(
 
 
 def mix_rows(x: Tensor, dynamic: Tensor, base: Tensor, width: int, side: int) -> Tensor:
-    """Packed rows through a convolution, as `specdec.layers.ops.grouped_convolution.mix_rows` does;
-    can be captured in a graph.
-
-    Args:
-        x: [T, H], blocks of `width` rows.
-        dynamic: [T, 2 * taps * groups].
-        base: [2, taps, H].
-        width: rows of a block, at least 1.
-        side: 0 or 1, which kernels.
-
-    Returns:
-        [T, H].
+    """`specdec.layers.ops.grouped_convolution.mix_rows` of rows [T, H]; it can be captured in a
+    graph.
     """
     (rows, hidden), taps = x.shape, base.shape[1]
     dense = x.is_contiguous() and dynamic.is_contiguous() and base.is_contiguous()

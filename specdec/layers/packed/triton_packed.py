@@ -213,22 +213,7 @@ def few_rows(
     may_split: bool = False,
     prefetch: Tensor | None = None,
 ) -> Tensor | None:
-    """`x W^T + b`, or the gated activation of its two halves, as
-    `specdec.layers.triton_linear.few_rows` has it.
-
-    Args:
-        x: [rows, in], in half precision.
-        weight: [out, in], arranged.
-        bias: [out], or None.
-        activation: see `specdec.layers.ops.activation`; the weight then joins gate and up.
-        may_split: the caller can add up partial sums.
-        prefetch: a weight to send hints about.
-
-    Returns:
-        [rows, out], or with an activation half as wide, in the type of `x`; with `may_split`
-        perhaps float32 [splits, rows, out], whose sum it is, not yet rounded; None for a product
-        that is not this kernel's.
-    """
+    """`specdec.layers.triton_linear.few_rows` with an arranged weight."""
     if x.ndim != 2 or len(x) > MAX_ROWS or x.dtype != weight.dtype or not suits(weight):
         return None
     tile = tile_for(
@@ -387,7 +372,6 @@ def dequantized(
 
     Args:
         weight: [out, in].
-        dtype: of the result.
         order: int64 [...], outputs that are wanted, [..., in]; none is checked. None for all.
         factor: what multiplies the rounded numbers.
     """

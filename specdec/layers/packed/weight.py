@@ -330,7 +330,6 @@ def _rearranged(codes: Tensor, bits: int, run: int, padding: int) -> Tensor:
         codes: uint8 [..., out, in * bits / 8].
         bits: of an input; 8 in weights with two codes a word, fewer in those with four.
         run: see `PackedWeight`.
-        padding: inputs.
     """
     count = 2 if bits == 8 else 4
     output = codes.new_empty(*codes.shape[:-1], codes.shape[-1] + padding * bits // 8)

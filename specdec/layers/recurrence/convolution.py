@@ -23,7 +23,6 @@ def convolve(
         kernel: [H, taps], the last tap is the row itself.
         bias: [H], or None.
         cache: of the layer, which has no state.
-        rows: of the forward.
 
     Returns:
         [T, H].

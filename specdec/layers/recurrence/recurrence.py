@@ -59,9 +59,6 @@ class RecurrentRows(NamedTuple):
 
         Args:
             slots: int64 [num_reqs].
-            metadata: of the forward.
-            max_pending: see the class.
-            final: see the class.
             counts: int64 [num_reqs], rows that do not pad; None for all.
         """
         first_rows = metadata.query_start_loc
@@ -176,9 +173,6 @@ def recur(
 
     Args:
         x: [T, at least width], inputs of the rows; further columns are left alone.
-        recurrence: of the layer.
-        cache: of the layer.
-        rows: of the forward.
         max_serial: rows that are taken in one by one at most.
 
     Returns:

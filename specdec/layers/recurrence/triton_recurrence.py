@@ -216,16 +216,8 @@ def recur(x: Tensor, recurrence: Layer, cache: StateCache, rows: Rows) -> Tensor
 
     The rules are Gated DeltaNet's (arXiv 2412.06464), that with a decay per key channel (arXiv
     2510.26692) and Mamba-2's (arXiv 2405.21060). All arithmetic of states is float32.
-
-    Args:
-        x: [T, at least width], inputs of the rows in the model's type; further columns are left
-            alone.
-        recurrence: of the layer.
-        cache: of the layer, updated but for `lengths`.
-        rows: of the forward. Requests that only pad a batch name the padding slot and start at 0.
-
-    Returns:
-        [T, value heads * V]; rows that only pad are zeros.
+    Requests that only pad a batch name the padding slot and start at 0; rows that only pad are
+    zeros.
     """
     prepared = prepare(x, recurrence, cache, rows)
     output = torch.empty(

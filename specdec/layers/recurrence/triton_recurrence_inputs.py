@@ -111,9 +111,6 @@ def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
 
     Args:
         x: [T, at least width], inputs of the rows.
-        layer: what it computes.
-        cache: of the layer.
-        rows: of the forward.
     """
     columns, num_reqs = cache.inputs.shape[1], len(rows.slots)
     assert (

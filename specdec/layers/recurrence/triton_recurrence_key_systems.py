@@ -168,9 +168,6 @@ def solve_by_key(
     Args:
         prepared: as it was made; it stays so.
         layer: what it computes; its rule is "delta".
-        cache: of the layer.
-        rows: of the forward.
-        keys: the size of keys, padded.
 
     Returns:
         Inverses and scores, and float32 [rows, value heads * K], summed up from the beginning of

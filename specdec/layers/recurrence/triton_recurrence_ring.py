@@ -71,8 +71,6 @@ def keep_last(x: Tensor, taps: int, cache: StateCache, rows: Rows) -> None:
     Args:
         x: [T, at least width], inputs of the rows.
         taps: of the convolution.
-        cache: of the layer.
-        rows: of the forward.
     """
     _, columns, width = cache.inputs.shape
     # After a final step nothing but a convolution looks back.

@@ -196,10 +196,6 @@ def solve(
     Args:
         prepared: whose gates become sums of the decays' logarithms from the beginning of each
             chunk.
-        layer: what it computes.
-        cache: of the layer.
-        rows: of the forward.
-        keys: the size of keys, padded.
 
     Returns:
         Float32 [chunks, value heads, 64, 64], None where the rule is "plain", and the same shape in

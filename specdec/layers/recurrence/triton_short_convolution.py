@@ -94,18 +94,8 @@ def _convolution_kernel(
 def convolve(
     joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: Rows
 ) -> Tensor:
-    """Runs rows through a layer, as `specdec.layers.recurrence.convolution.convolve` does; can be
-    captured in a graph.
-
-    Args:
-        joined: [T, 3 * H], before, after and value of the rows in the model's type.
-        kernel: [H, taps], the last tap is the row itself.
-        bias: [H], or None.
-        cache: of the layer, whose inputs are updated.
-        rows: of the forward.
-
-    Returns:
-        [T, H]; rows that only pad are zeros.
+    """`specdec.layers.recurrence.convolution.convolve`, for which nobody waits: it can be captured
+    in a graph. Rows that only pad are zeros.
     """
     (width, taps), columns = kernel.shape, cache.inputs.shape[1]
     assert (

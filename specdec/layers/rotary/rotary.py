@@ -214,9 +214,6 @@ class Angles:
         """Angles of positions int64 [...], computed in float32, in type `dtype`.
 
         Args:
-            position_ids: of the rows.
-            rope: how they are rotated.
-            dtype: of the result.
             rope_lens: int64 like `position_ids`, see `specdec.model.batch.ForwardInput`; None for
                 the usual frequencies.
         """
@@ -281,7 +278,6 @@ def half_angles(
     Args:
         position_ids: int64 [...].
         frequencies: float32 [head_dim / 2], or [..., head_dim / 2] where they differ.
-        dtype: of the result.
         amplitude: factor of the cosines and sines.
 
     Returns:
