@@ -114,11 +114,9 @@ class Description:
 
     def embedding_scale_in(self, dtype: torch.dtype) -> float:
         """Factor of the input embeddings of a model in this type."""
-        return (
-            torch.tensor(self.embedding_scale, dtype=dtype).item()
-            if self.rounds_embedding_scale
-            else self.embedding_scale
-        )
+        if not self.rounds_embedding_scale:
+            return self.embedding_scale
+        return torch.tensor(self.embedding_scale, dtype=dtype).item()
 
 
 def routing_of(config: Any, **how: Any) -> Routing:

@@ -89,11 +89,10 @@ def load_verifier(
         )
     given, name = name, str(name)
     direct, place, known = name == EMBEDDED and fuse and group is None, None, None
-    path = (
-        embedded_model_path()
-        if name == EMBEDDED
-        else checkpoint_folder(given, what="target", weights=False)
-    )
+    if name == EMBEDDED:
+        path = embedded_model_path()
+    else:
+        path = checkpoint_folder(given, what="target", weights=False)
     if dtype is None:
         blocks = as_stored and (name == EMBEDDED or gguf_file(path) is not None)
         dtype = fastest_dtype(device, blocks=blocks)

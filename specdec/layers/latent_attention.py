@@ -98,12 +98,10 @@ class LatentAttention:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """See `specdec.layers.attention.Attention.linears`."""
-        indexer = (
-            ()
-            if self.indexer is None
-            else (self.indexer.query, self.indexer.key, self.indexer.weights)
-        )
-        return self.down, *(() if self.query is None else (self.query[1],)), *indexer
+        query = () if self.query is None else (self.query[1],)
+        if self.indexer is None:
+            return self.down, *query
+        return self.down, *query, self.indexer.query, self.indexer.key, self.indexer.weights
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
         """See `specdec.layers.attention.Attention`."""
@@ -126,10 +124,8 @@ class LatentAttention:
             [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=2
         )
         if angles is not None:
-            query_rope, key_rope = (
-                rotate(query_rope, *angles.doubled),
-                rotate(key_rope[:, None], *angles.doubled)[:, 0],
-            )
+            query_rope = rotate(query_rope, *angles.doubled)
+            key_rope = rotate(key_rope[:, None], *angles.doubled)[:, 0]
         new = MlaRows(query_nope, query_rope, ops.norm(compressed, self.latent_norm), key_rope)
         if self.indexer is not None:
             assert isinstance(backend, SparseMlaBackend) and angles is not None

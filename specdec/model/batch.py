@@ -127,12 +127,11 @@ class DecodeBatch:
     def positions(self, width: int) -> Tensor:
         """int64 [num_reqs, width]: positions L, L+1, ... of each request, not clamped."""
         if width not in self._positions:
-            rows = self._rows_of(width)
-            self._positions[width] = (
-                rows.positions
-                if rows
-                else self.seq_lens[:, None] + torch.arange(width, device=self.slots.device)
-            )
+            if rows := self._rows_of(width):
+                self._positions[width] = rows.positions
+            else:
+                places = torch.arange(width, device=self.slots.device)
+                self._positions[width] = self.seq_lens[:, None] + places
         return self._positions[width]
 
     def _rows_of(self, width: int) -> BlockRows | None:

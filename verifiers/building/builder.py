@@ -137,6 +137,7 @@ class LayerBuilder:
         kind, own = description.norms_of_queries, self._reads[index] == index
         query_norm, key_norm = self._query_norms(index, weights, spec, reorder)
         wide = (query_norm, key_norm) if kind == "all heads" and query_norm and key_norm else None
+        value_norm = self._unweighted(spec.head_dim) if description.norms_values and own else None
         heads = Heads(
             scale=spec.head_dim**-0.5 if description.scale is None else description.scale,
             window=self._windows[index],
@@ -144,9 +145,7 @@ class LayerBuilder:
             sinks=weights.optional("sinks"),  # which one kind of layers may have alone
             query_norm=None if wide else query_norm,
             key_norm=None if wide else key_norm,
-            value_norm=self._unweighted(spec.head_dim)
-            if description.norms_values and own
-            else None,
+            value_norm=value_norm,
         )
         if description.gates == "sigmoid":  # each head has its query, then its gate
             numbers = torch.arange(2 * spec.num_heads * spec.head_dim).view(-1, 2, spec.head_dim)

@@ -36,10 +36,11 @@ def latent_attention(
         down = weights.linear("q_a_proj", "kv_a_proj_with_mqa", reorder=(None, latent_order))
         query = _norm(weights, "q_a_layernorm"), weights.linear("q_b_proj", reorder=(query_order,))
     else:
-        down, query = (
-            weights.linear("q_proj", "kv_a_proj_with_mqa", reorder=(query_order, latent_order)),
-            None,
-        )
+        orders, query = (query_order, latent_order), None
+        down = weights.linear("q_proj", "kv_a_proj_with_mqa", reorder=orders)
+    indexer = None
+    if weights.has("indexer.wk.weight"):
+        indexer = _indexer(weights.under("indexer."), config, size)
     return LatentAttention(
         down=down,
         query=query,
@@ -47,9 +48,7 @@ def latent_attention(
         up=split_up(weights.tensor("kv_b_proj.weight"), spec),
         rope=rope,
         scale=latent_scale(getattr(config, "rope_parameters", None) or {}, head),
-        indexer=_indexer(weights.under("indexer."), config, size)
-        if weights.has("indexer.wk.weight")
-        else None,
+        indexer=indexer,
     )
 
 

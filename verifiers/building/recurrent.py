@@ -45,11 +45,9 @@ def mixer(
         attention: builds its attention, if it has any.
     """
     if not is_recurrent(config, layer):
-        return (
-            (attention(), weights.output("self_attn.o_proj"))
-            if attends(config, layer)
-            else (None, None)
-        )
+        if not attends(config, layer):
+            return None, None
+        return attention(), weights.output("self_attn.o_proj")
     scope = weights.under("linear_attn.")
     rule = recurrent_of(config).rule
     if rule == "convolution":
@@ -77,10 +75,8 @@ def delta_net(weights: Weights, config: Any) -> LinearAttention:
     # the heads that share a key lie together, as Qwen3-Next has them
     if weights.has("in_proj_qkvz.weight"):
         heads, shared = sizes.key_heads, sizes.value_heads // sizes.key_heads
-        query, key, value, gate = _places(
-            heads,
-            [sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim],
-        )
+        widths = [sizes.key_dim, sizes.key_dim, *[shared * sizes.value_dim] * 2]
+        query, key, value, gate = _places(heads, widths)
         qkv = torch.cat([query, key, value])
         weights.split("in_proj_qkvz", {"in_proj_qkv": qkv, "in_proj_z": gate})
         beta, step = _places(heads, [shared, shared])
@@ -96,17 +92,12 @@ def delta_net(weights: Weights, config: Any) -> LinearAttention:
         time_bias=weights.tensor("dt_bias"),
         beta_scale=2.0 if getattr(config, "linear_allow_neg_eigval", False) else 1.0,
     )
-    if weights.alike(*names, "in_proj_b", "in_proj_a", "in_proj_z"):
-        return LinearAttention(
-            weights.linear(*names, "in_proj_b", "in_proj_a", "in_proj_z"), recurrence, norm
-        )
+    every = (*names, "in_proj_b", "in_proj_a", "in_proj_z")
+    if weights.alike(*every):
+        return LinearAttention(weights.linear(*every), recurrence, norm)
     # Quantized checkpoints leave the two of few outputs as they are.
-    return LinearAttention(
-        weights.linear(*names, "in_proj_z"),
-        recurrence,
-        norm,
-        weights.linear("in_proj_b", "in_proj_a"),
-    )
+    inputs, gates = weights.linear(*names, "in_proj_z"), weights.linear("in_proj_b", "in_proj_a")
+    return LinearAttention(inputs, recurrence, norm, gates)
 
 
 def _places(heads: int, widths: list[int]) -> tuple[Tensor, ...]:
@@ -142,8 +133,8 @@ def mamba(weights: Weights, config: Any) -> LinearAttention:
     if len(kernel) != values + 2 * keys:
         raise CheckpointError(
             f"recurrent layers have {sizes.value_heads} heads of {sizes.value_dim} numbers and"
-            f" {sizes.key_heads} groups of"
-            f" {sizes.key_dim}, but {len(kernel)} channels; fetch config.json again"
+            f" {sizes.key_heads} groups of {sizes.key_dim}, but {len(kernel)} channels; fetch"
+            f" config.json again"
         )
     widths = [values, values, keys, keys, sizes.value_heads]
     gate, x, b, c, step = torch.arange(sum(widths)).split(widths)

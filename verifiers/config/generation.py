@@ -220,17 +220,14 @@ def _defaults(
         least[name] = None if entries.get(name) is None else as_integer(name, entries[name])
         require((least[name] or 0) >= 0, f"{name} is {least[name]}; it must be 0 or more")
     samples = entries.get("do_sample")
-    require(
-        samples in (None, True, False),
-        f"do_sample is {shown(samples)}; it must be true or false",
-    )
+    said = f"do_sample is {shown(samples)}; it must be true or false"
+    require(samples in (None, True, False), said)
+    kept = [name for name in _SAMPLED if name in given and samples is not False]
     return SamplingDefaults(
         repetition_penalty=1.0 if params.repetition_penalty is None else params.repetition_penalty,
         min_tokens=least["min_new_tokens"],
         min_length=least["min_length"] or 0,
-        sampled=()
-        if samples is False
-        else tuple((name, getattr(params, name)) for name in _SAMPLED if name in given),
+        sampled=tuple((name, getattr(params, name)) for name in kept),
         served_ends=served_ends,
     )
 

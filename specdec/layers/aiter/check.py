@@ -127,14 +127,10 @@ def _rope_deviations(
 ) -> Iterator[Deviation]:
     heads, kv_heads, dim = 6, 2, 128
     rows, turns = normal(5, heads + 2 * kv_heads, dim).to(dtype), normal(5, dim // 2)
-    angles, slots = (
-        Angles(turns.cos().to(dtype), turns.sin().to(dtype)),
-        torch.tensor([20, 25, 21, 31, 23]),
-    )
-    there, wide = (
-        Angles(*(part.to(kind) for part in (angles.cos, angles.sin)))
-        for kind in (device, torch.float64)
-    )
+    angles = Angles(turns.cos().to(dtype), turns.sin().to(dtype))
+    there = Angles(angles.cos.to(device), angles.sin.to(device))
+    wide = Angles(angles.cos.double(), angles.sin.double())
+    slots = torch.tensor([20, 25, 21, 31, 23])
     cache = KVLayerSpec(kv_heads, dim).allocate(2, 16, dtype, device)
     views = shuffled(cache) if layout == "shuffle" else cache
     query, key, value = rows.to(device).split([heads, kv_heads, kv_heads], dim=1)

@@ -144,11 +144,9 @@ def _rope_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
     from specdec.kernels.triton_rope import rope_store, rotated_rows
 
     heads, kv_heads, dim = 6, 2, 128
-    rows, angles, norm = (
-        normal(5, heads + 2 * kv_heads, dim).to(dtype),
-        normal(5, dim // 2),
-        normal(dim).to(dtype),
-    )
+    shapes = (5, heads + 2 * kv_heads, dim), (dim,)
+    rows, norm = (normal(*shape).to(dtype) for shape in shapes)
+    angles = normal(5, dim // 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     slots = torch.tensor([20, 25, 21, 31, 23])
     cache = KVLayerSpec(kv_heads, dim).allocate(2, 16, dtype, device)

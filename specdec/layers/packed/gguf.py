@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -350,14 +350,12 @@ Quantized = PackedWeight | GgufWeight
 
 def alike(parts: Sequence[Quantized]) -> bool:
     """Whether parts can be joined as they are stored."""
-    if all(isinstance(part, GgufWeight) for part in parts):
-        return GgufWeight.alike([part for part in parts if isinstance(part, GgufWeight)])
-    packed = [part for part in parts if isinstance(part, PackedWeight)]
-    return len(packed) == len(parts) and PackedWeight.alike(packed)
+    kind: Any = type(parts[0])
+    return all(type(part) is kind for part in parts) and bool(kind.alike(parts))
 
 
 def joined(parts: Sequence[Quantized]) -> Quantized:
     """The outputs of all parts, one after another; see `alike`."""
-    if isinstance(parts[0], GgufWeight):
-        return GgufWeight.joined([part for part in parts if isinstance(part, GgufWeight)])
-    return PackedWeight.joined([part for part in parts if isinstance(part, PackedWeight)])
+    kind: Any = type(parts[0])
+    whole: Quantized = kind.joined(parts)
+    return whole

@@ -261,11 +261,10 @@ def multiply(
     rows, gated = len(x), activation is not None
     width = weight.out_features // (1 + gated)
     launch = launch_of(weight, tile, rows, shared_memory(x.device), gated=gated)
-    output = (
-        x.new_empty(tile.splits, rows, width, dtype=torch.float32)
-        if tile.splits > 1
-        else x.new_empty(rows, width)
-    )
+    if tile.splits > 1:
+        output = x.new_empty(tile.splits, rows, width, dtype=torch.float32)
+    else:
+        output = x.new_empty(rows, width)
     grid = (
         triton.cdiv(width, launch["COLUMNS"]) + prefetch_programs(prefetch, launch["num_warps"]),
         tile.splits,

@@ -135,10 +135,8 @@ def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
         max(1, CHANNELS_PER_PROGRAM // triton.next_power_of_2(dim))
         for dim in (layer.key_dim, layer.value_dim)
     )
-    keys, values = (
-        min(keys, triton.next_power_of_2(2 * layer.num_key_heads)),
-        min(values, triton.next_power_of_2(layer.num_value_heads)),
-    )
+    keys = min(keys, triton.next_power_of_2(2 * layer.num_key_heads))
+    values = min(values, triton.next_power_of_2(layer.num_value_heads))
     parts = triton.cdiv(2 * layer.num_key_heads, keys) + triton.cdiv(layer.num_value_heads, values)
     parts += 1 if layer.decays == 1 else triton.cdiv(layer.num_value_heads, keys)
     with on_device(x):

@@ -156,15 +156,10 @@ def _invert_kernel(
     )
     DOWN: tl.constexpr = BLOCK * CHUNK
     one, two = _inverse(tl.load(corner)), _inverse(tl.load(corner + DOWN + BLOCK))
-    three, four = (
-        _inverse(tl.load(corner + 2 * (DOWN + BLOCK))),
-        _inverse(tl.load(corner + 3 * (DOWN + BLOCK))),
-    )
-    below_21, below_31, below_41 = (
-        tl.load(corner + DOWN),
-        tl.load(corner + 2 * DOWN),
-        tl.load(corner + 3 * DOWN),
-    )
+    three = _inverse(tl.load(corner + 2 * (DOWN + BLOCK)))
+    four = _inverse(tl.load(corner + 3 * (DOWN + BLOCK)))
+    below_21 = tl.load(corner + DOWN)
+    below_31, below_41 = tl.load(corner + 2 * DOWN), tl.load(corner + 3 * DOWN)
     below_32, below_42 = tl.load(corner + 2 * DOWN + BLOCK), tl.load(corner + 3 * DOWN + BLOCK)
     below_43 = tl.load(corner + 3 * DOWN + 2 * BLOCK)
     two_one = -_times(two, _times(below_21, one))

@@ -303,11 +303,9 @@ def _half_angles(
     def rounded(turn: Callable[..., Tensor]) -> Tensor:
         # Written in the wanted type at once, since a conversion would be one more kernel.
         out = torch.empty_like(angles, dtype=dtype)
-        return (
-            turn(angles, out=out)
-            if isinstance(amplitude, float) and amplitude == 1
-            else torch.mul(turn(angles), amplitude, out=out)
-        )
+        if isinstance(amplitude, float) and amplitude == 1:
+            return turn(angles, out=out)
+        return torch.mul(turn(angles), amplitude, out=out)
 
     return rounded(torch.cos), rounded(torch.sin)
 
