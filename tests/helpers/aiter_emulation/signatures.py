@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 VERSIONS = (
     *("0.1.15", "0.1.15.post1", "0.1.16", "0.1.17", "0.1.18", "0.1.19", "0.1.20"),
@@ -251,6 +252,7 @@ def nearest(versions: Iterable[str], version: str) -> str | None:
     )
 
 
+@cache
 def signature(name: str, version: str) -> inspect.Signature | None:
     """Signature of `name` in `version`; None when that version lacks the function."""
     known = nearest(SIGNATURES[name], version)
