@@ -100,8 +100,7 @@ def architecture_of(raw: Mapping[str, Any]) -> str | None:
 def algorithm_of(raw: Mapping[str, Any]) -> str:
     """The algorithm it takes to draft as `config.json` says.
 
-    DSpark without its Markov head is DFlash in next-token alignment, and a language model of its
-    own is a draft model.
+    DSpark without its Markov head is DFlash in next-token alignment; a language model drafts.
 
     Raises:
         CheckpointError: it names none.

@@ -86,8 +86,7 @@ def latent_like(
     if not isinstance(attention, MlaBackend):
         raise BackendError(
             f"this drafter has latent attention, and the target's backend {attention.name!r} serves"
-            f" other attention;"
-            " choose a drafter that was made for this target"
+            " other attention; choose a drafter that was made for this target"
         )
     shared = attention.spec
     spec = MlaSpec(

@@ -36,8 +36,7 @@ def find_folder(path: str | Path) -> Path:
 
 @contextmanager
 def called(folder: str | Path, path: str | Path, *, kind: str = "drafter") -> Iterator[None]:
-    """Makes messages about a folder name the checkpoint as the user did; one in the hub's cache
-    tells nobody anything.
+    """Makes messages about a folder name the checkpoint as the user did, not in a cache.
 
     Args:
         folder: where it lies.
@@ -200,8 +199,7 @@ def check_same_target(own: Verifier, verifier: Verifier) -> None:
     if verifier is not own:
         raise InvalidInputError(
             f"this drafter was made ready for {own.name!r} as loaded earlier, not for this"
-            f" {verifier.name!r};"
-            " load it again beside the target it serves"
+            f" {verifier.name!r}; load it again beside the target it serves"
         )
 
 
@@ -260,8 +258,7 @@ def check_target(
 def write_folder(
     path: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], *, over: bool = False
 ) -> None:
-    """Writes `model.safetensors` and `config.json` to a folder that is new or empty, or `over` an
-    earlier checkpoint.
+    """Writes `model.safetensors` and `config.json` to a new or empty folder, or `over` another.
 
     Raises:
         CheckpointError: a taken path.

@@ -81,12 +81,10 @@ def convert(
         folder: to make.
         layout: one of `LAYOUTS`.
         target: name of the target, from whose config.json come its name and layers where the source
-            does not say them, and from whose weights tied tables; None takes the one that the
-            source names.
+            does not say them, and from whose weights tied tables; None is the source's own.
 
     Returns:
-        What is to be said of who can read it, and of its license, see `drafters.license`; None
-        where there is nothing.
+        What is to be said of who can read it, and of its license; None for nothing.
 
     Raises:
         SpecDecError: see `run`; or no such layout, or no such target.

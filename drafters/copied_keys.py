@@ -1,5 +1,4 @@
-"""Keys of `config.json` that say nothing of a drafter: those of language models, which copies of
-their configs carry along.
+"""Keys of `config.json` that say nothing of a drafter: those of copied models' configs.
 
 Trainers copy the target's config and change what they need, while layers are those of Qwen3 or
 Llama, whose modules look at none of the rest. So a key that some language model of Transformers has

@@ -40,8 +40,7 @@ class Head:
     """A head with its weights, in training as in drafting.
 
     Attributes:
-        has_state: `left` depends on more tokens than the one before, so that slots have to be
-            drafted in order.
+        has_state: `left` depends on more tokens than the one before, in order.
         first_slot: the first slot whose logits are corrected; 0 is the one behind the anchor.
         num_candidates: tokens of a slot, those of the highest logits, that are corrected for a
             chain; None corrects the whole vocabulary.

@@ -55,8 +55,7 @@ def check_known(
 
     Args:
         place: an object of config.json; null says nothing.
-        known: keys that it may have; of the file in the layout of speculators, besides those that
-            all such files have.
+        known: keys that it may have, besides those of all files of speculators.
         name: of the object, for messages.
         copies: it may carry whatever a language model's config says, see `drafters.copied_keys`.
 
@@ -68,11 +67,9 @@ def check_known(
     if copies and unknown:
         unknown = [key for key in unknown if not is_copied(key)]
     for key in unknown:
-        others = (
-            "its own keys and those of language models"
-            if copies
-            else ", ".join(get_close_matches(key, allowed, 5, 0.5))
-        )
+        others = ", ".join(get_close_matches(key, allowed, 5, 0.5))
+        if copies:
+            others = "its own keys and those of language models"
         raise CheckpointError(
             f"{name} says {key[:100]}, which this loader does not know (known:"
             f" {others or 'none like it'});"
@@ -203,11 +200,7 @@ LIMITS = {
 
 
 def count(keys: Keys, name: str) -> int | None:
-    """A count or a size of `LIMITS`, or None.
-
-    Raises:
-        CheckpointError: it is outside them.
-    """
+    """A count or a size of `LIMITS`, or None; CheckpointError: it is outside them."""
     value, most = keys.integer(name), LIMITS[name]
     require(value is None or 1 <= value <= most, f"{name} is {value}; it must lie in [1, {most:,}]")
     return value

@@ -30,8 +30,7 @@ class NGramDrafter(SuffixDrafter):
         if not 1 <= prompt_lookup_min <= prompt_lookup_max <= LONGEST:
             raise InvalidInputError(
                 f"prompt_lookup_min is {prompt_lookup_min} and prompt_lookup_max"
-                f" {prompt_lookup_max}; they must be ordered, from 1"
-                f" to {LONGEST}"
+                f" {prompt_lookup_max}; they must be ordered, from 1 to {LONGEST}"
             )
         super().__init__(
             max_draft_tokens=max_draft_tokens,

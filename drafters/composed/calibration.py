@@ -68,8 +68,7 @@ class Calibration:
 
         Args:
             forecasts: for the step.
-            agreed: int64 [P, num_reqs], tokens of the output that each drafter had right, whether
-                it was its turn or not.
+            agreed: int64 [P, num_reqs], tokens of the output that each drafter had right.
             num_accepted: int64 [num_reqs]; the output has one token more.
             counts: float32 [num_reqs], or [P, num_reqs] where not all drafted, 1 for each request
                 that is to count, and 0.

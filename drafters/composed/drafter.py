@@ -290,9 +290,7 @@ class BoundComposed(BoundDrafter):
 
 
 def _chosen(drafts: Mapping[int, DraftOutput], forecasts: Tensor) -> DraftOutput:
-    """For each request the chain of the highest of `forecasts` float32 [P, num_reqs] that was
-    drafted; of equal ones the first.
-    """
+    """For each request the drafted chain with the highest of `forecasts`, or the first."""
     numbers, chains = list(drafts), list(drafts.values())
     if len(chains) == 1:
         part = torch.full_like(chains[0].token_ids[:, 0], numbers[0])

@@ -1,5 +1,4 @@
-"""Whether the models of a composition are worth their time in a step, where the host may see the
-other drafts first.
+"""Whether a composition's models are worth their time, where the host may see other drafts.
 
 With S tokens expected of a step's other drafts, and G more where models draft as well, models pay
 while

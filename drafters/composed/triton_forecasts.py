@@ -204,8 +204,7 @@ def agree(
 def correct(
     forecasts: Tensor, sums: Tensor, *, buckets: int, per_doubling: int, prior: float, least: float
 ) -> tuple[Tensor, Tensor]:
-    """Forecasts put right, and logarithms of how many times as many were accepted, at most 0;
-    float32 [P, num_reqs].
+    """Forecasts put right, and logarithms of their ratios, at most 0; float32 [P, num_reqs].
 
     Args:
         forecasts: float32 [P, num_reqs], contiguous.

@@ -63,11 +63,7 @@ class Coupling:
             )
 
     def check(self, slots: int) -> None:
-        """Refuses rows that are not of so many slots.
-
-        Raises:
-            CheckpointError: one is not.
-        """
+        """Refuses rows that are not of so many slots; CheckpointError: one is not."""
         lengths = {len(row) for row in (*self.a, *self.b)}
         require(
             lengths == {slots},

@@ -1,5 +1,4 @@
-"""DFlash (arXiv 2602.06036): a whole block of drafts from one forward of a few layers on the
-target's own features.
+"""DFlash (arXiv 2602.06036): a block of drafts from one forward on the target's features.
 
 The target's tapped features of every context position are projected once and become keys and values
 of every draft layer, in the drafter's paged cache. The block `[anchor, mask, mask, ...]` then runs
@@ -249,9 +248,7 @@ class BoundDFlash(BoundDrafter):
         self._deferred.index_fill_(0, batch.slots, 0)
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
-        """Final hidden states [num_reqs, depth, H] of as many predicting rows; for a refiner
-        [num_reqs, B, H], of the whole block.
-        """
+        """Final hidden states [num_reqs, depth, H], or of the whole block for a refiner."""
         drafter, config = self.drafter, self.drafter.config
         depth = batch.shape.depth
         width = drafter.num_lookahead_tokens or drafter.first_row + depth
@@ -300,9 +297,7 @@ class BoundDFlash(BoundDrafter):
     def _keep_before(
         self, slots: Tensor, rows: Tensor, token_ids: Tensor, verify: VerifyOutput
     ) -> None:
-        """Keeps what the head asks for of these rows, the last of each request before its anchor,
-        among all that the target was given.
-        """
+        """Keeps what the head asks for of these rows, the last before each anchor."""
         if self._before is None:
             return
         rows = rows.long()

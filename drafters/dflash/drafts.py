@@ -75,9 +75,7 @@ class Slots(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block to be drafted: its batch, its slots, and the weights of coupled drafts, None for ones
-    or where there is no noise.
-    """
+    """A block to be drafted, with weights of coupled drafts; None for ones."""
 
     batch: DecodeBatch
     slots: Slots
@@ -91,8 +89,7 @@ class Drafts:
     Args:
         draft_sampling: of the run.
         coupling: weights for coupled drafts; None are ones.
-        target_ids: int64 [draft_vocab_size], the target's token of each column of logits; None
-            where they are the same.
+        target_ids: int64 [draft_vocab_size], the target's token of each column, or None.
         head: what corrects the logits behind each token; None for plain DFlash.
 
     Attributes:

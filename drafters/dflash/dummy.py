@@ -47,10 +47,6 @@ def dummy_config(target: Any, path: Path | None = None) -> DFlashConfig:
 
 
 def dummy_drafter(config: DFlashConfig, verifier: Verifier) -> DFlashDrafter:
-    """The drafter on the target's device.
-
-    Raises:
-        CheckpointError: it does not fit the target.
-    """
+    """The drafter on the target's device; CheckpointError: it does not fit the target."""
     with verifier.device:
         return DFlashDrafter(DFlashModel(config), verifier)

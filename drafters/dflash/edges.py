@@ -24,8 +24,7 @@ def edges_of(
     start: Tensor | None = None,
     as_logprobs: bool = False,
 ) -> Tensor:
-    """The head's table for `specdec.sampling.trees.trees.best_chain`: the scores, and the head's
-    corrections of them.
+    """The head's table for `best_chain`: the scores, and the head's corrections of them.
 
     A head with a state has one along each path. Here all paths to a slot have the state of the best
     chain before it, so the table is exact behind every token of that chain.
@@ -92,9 +91,7 @@ def logprobs_of(edges: Tensor, scores: Tensor) -> Tensor:
 
 
 def together(scores: Tensor) -> Tensor:
-    """`scores.logsumexp(dim=-1)` where the first is not minus infinity unless all are; on a GPU
-    torch takes nine kernels for it.
-    """
+    """`scores.logsumexp(dim=-1)` of scores in falling order, in fewer kernels."""
     first = scores[..., 0]
     return first - scores.log_softmax(dim=-1)[..., 0]
 

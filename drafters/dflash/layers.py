@@ -1,7 +1,6 @@
 """Draft layers as modules: every family's weights, and the forward of Qwen3's, to train.
 
-What else checkpoints have (`DFlashConfig.peculiarities`) runs on the decoder stack alone, see
-`drafters.dflash.network`.
+What else checkpoints have (`DFlashConfig.peculiarities`) runs on the decoder stack alone.
 """
 
 from collections.abc import Callable

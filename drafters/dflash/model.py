@@ -64,8 +64,7 @@ class DFlashModel(nn.Module):
         self.rope = rope_of(config, whole=False)
 
     def context_kv(self, features: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values that context positions contribute to every layer; they depend on nothing
-        but the target's features.
+        """Keys and values of context positions for every layer, from the target's features.
 
         Args:
             features: [..., num_taps * H_target], raw outputs of the tapped layers side by side.

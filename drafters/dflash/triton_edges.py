@@ -1,5 +1,4 @@
-"""What a head says of every candidate behind every candidate of the slot before, in Triton; see
-`drafters.dflash.edges`.
+"""`drafters.dflash.edges` in Triton: what a head says of candidates behind candidates.
 
 One program per slot gathers the candidates' rows of the head's table, multiplies, adds what is
 known of them without the head, and makes log-probabilities of the sums if they are wanted: in plain

@@ -64,11 +64,7 @@ class SelectorConfig(HeadConfig):
 
 
 def parse_selector(keys: Keys) -> SelectorConfig:
-    """What `config.json` says.
-
-    Raises:
-        CheckpointError: a missing or malformed value.
-    """
+    """What `config.json` says; CheckpointError: a missing or malformed value."""
     return SelectorConfig(keys.required("selector_rank"), keys.required("selector_top_k"))
 
 

@@ -21,8 +21,7 @@ class DraftModel(SequentialDrafter):
     """A language model made ready to draft for a target; see `specdec.model.core.Drafter`.
 
     Args:
-        model: the draft model, loaded as a target is: on the target's device, with its type, block
-            size and type of cache.
+        model: the draft model, loaded as a target is, with the target's kind of cache.
         verifier: the target.
         num_tokens: ids that both vocabularies share, from 0 on; None for the smaller one's.
         max_draft_tokens: largest k.

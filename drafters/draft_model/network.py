@@ -30,8 +30,7 @@ class DraftModelNetwork(SequentialNetwork):
         if bytes_per_slot(model.kv_specs, 1):
             raise CheckpointError(
                 f"draft model {model.name!r} has recurrent layers, whose states cannot take"
-                f" rejected drafts back;"
-                " choose one with attention alone"
+                " rejected drafts back; choose one with attention alone"
             )
         if model.length_rule is not None and not model.length_rule.grows:
             raise CheckpointError(

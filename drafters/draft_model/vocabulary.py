@@ -25,8 +25,7 @@ def common_tokens(target: Any, draft: Any) -> int:
         first = differing[0]
         raise CheckpointError(
             f"{len(differing):,} of {len(shared):,} tokens are others than the target's: {first} is"
-            f" {ours[first]!r} here and"
-            f" {theirs[first]!r} there; choose a draft model with the target's tokenizer, as its"
-            f" smaller relatives have"
+            f" {ours[first]!r} here and {theirs[first]!r} there; choose a draft model with the"
+            " target's tokenizer, as its smaller relatives have"
         )
     return 1 + max((id_ for id_ in shared if theirs[id_] == ours[id_]), default=-1)

@@ -1,5 +1,4 @@
-"""DSpark's heads (arXiv 2607.05147, deepseek-ai/DeepSpec): a Markov head, and one that tells how
-far drafts can be trusted.
+"""DSpark's heads (arXiv 2607.05147, deepseek-ai/DeepSpec): a Markov head, and confidences.
 
 W1 embeds the token before a slot, W2 turns a vector of the same rank into corrections of all
 logits. What W2 is given is, for token x before a slot with hidden state h:
@@ -77,8 +76,7 @@ class MarkovConfig(HeadConfig):
         require(
             self.kind != "rnn" or sample_from_anchor,
             "markov_head_type 'rnn' without sample_from_anchor is not supported: its state begins"
-            " in the anchor's row, whose output"
-            " is not kept",
+            " in the anchor's row, whose output is not kept",
         )
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
@@ -103,11 +101,7 @@ class MarkovConfig(HeadConfig):
 
 
 def parse_markov(keys: Keys) -> MarkovConfig:
-    """What `config.json` says.
-
-    Raises:
-        CheckpointError: a missing or malformed value.
-    """
+    """What `config.json` says; CheckpointError: a missing or malformed value."""
     enabled, used = keys.flag("enable_confidence_head"), keys.flag("use_confidence_head")
     sees_token, rank = keys.flag("confidence_head_with_markov"), keys.integer("dspark_markov_rank")
     return MarkovConfig(
@@ -170,11 +164,9 @@ class DSparkHead(Head):
 
     def __init__(self, config: MarkovConfig, model: nn.Module) -> None:
         self._config, self._markov = config, cast(MarkovHead, model.get_submodule("markov_head"))
-        self._confidence = (
-            cast(ConfidenceHead, model.get_submodule("confidence_head"))
-            if config.has_confidence
-            else None
-        )
+        self._confidence: ConfidenceHead | None = None
+        if config.has_confidence:
+            self._confidence = cast(ConfidenceHead, model.get_submodule("confidence_head"))
         self.has_state, self.num_candidates = config.kind == "rnn", config.draft_top_k
 
     @property

@@ -75,8 +75,7 @@ class Eagle3Config:
         norm_output: the features of drafted tokens are normed (EAGLE-3.1).
         own_embeddings: embeddings were trained, so the checkpoint has to bring them.
         fc_bias: the projection of the taps has a bias.
-        mask_token_id: of a head that drafts all tokens in one forward; None where it takes a
-            forward for each.
+        mask_token_id: of a head that drafts all tokens in one forward; else None.
         max_draft_tokens: largest number of drafts.
         verifier_name: the target it was trained for, when stated.
         gemma: what layers of Gemma 4 have besides; None for others.

@@ -33,9 +33,8 @@ def default_taps(num_target_layers: int) -> tuple[int, ...]:
     """
     require(
         num_target_layers >= _FEWEST_LAYERS,
-        f"config.json names no tapped layers, and the usual three take a target of at least"
-        f" {_FEWEST_LAYERS} layers,"
-        f" not {num_target_layers}; name them as {IDS} in eagle_config",
+        "config.json names no tapped layers, and the usual three take a target of at least"
+        f" {_FEWEST_LAYERS} layers, not {num_target_layers}; name them as {IDS} in eagle_config",
     )
     return 1, num_target_layers // 2 - 1, num_target_layers - 4
 

@@ -106,11 +106,7 @@ class LatticeConfig(HeadConfig):
 
 
 def parse_lattice(keys: Keys) -> LatticeConfig:
-    """What `config.json` says.
-
-    Raises:
-        CheckpointError: a missing or malformed value.
-    """
+    """What `config.json` says; CheckpointError: a missing or malformed value."""
     require(keys.flag("lilicorr_enabled") is not False, "lilicorr_enabled is false; it has a head")
     whole = ("hidden_size", "candidate_topk", "num_heads", "num_layers", "factor_dim")
     said: dict[str, Any] = {_FIELDS[name]: keys.required(f"lilicorr_{name}") for name in whole}

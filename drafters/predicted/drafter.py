@@ -136,9 +136,7 @@ class BoundCopier(BoundDrafter):
     def commit(
         self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
     ) -> None:
-        """Follows what came out, from where drafts were copied if the first of these was right,
-        else from the last known place.
-        """
+        """Follows what came out from the drafts' place, or else from the last known one."""
         starts = self._starts if batch.k else self._align(batch).places
         slots, emitted = batch.slots, accept.num_accepted + 1
         rows, places = self.rows.index_select(0, slots), self.places.index_select(0, slots)

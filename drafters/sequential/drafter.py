@@ -1,5 +1,4 @@
-"""A drafter that predicts one token after another, each from those before it: EAGLE-3, multi-token
-prediction, draft models.
+"""A drafter that goes token by token: EAGLE-3, multi-token prediction, draft models.
 
 Of committed tokens the network's cache holds rows made of the target's own features. Those that a
 step adds wait in a ring, and the next `propose` begins with one forward over the rows that the

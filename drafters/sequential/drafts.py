@@ -27,8 +27,7 @@ from specdec.sampling.trees.trees import best_first
 
 
 class TokenByToken(BoundDrafter):
-    """A network over the paged cache of one engine. A subclass runs its first forward of a step,
-    and keeps what that needs.
+    """A network over the paged cache of one engine. A subclass runs a step's first forward.
 
     Args:
         network: proposes tokens.

@@ -2,8 +2,7 @@
 likeliest paths of a level.
 
 Each level takes a forward, as each draft of a chain does. Its rows are those of all paths so far: a
-few rows take hardly longer than one, and they see of each other what the rows of a tree see when
-they are verified.
+few rows take hardly longer than one, and see of each other what a verified tree's rows do.
 """
 
 from dataclasses import replace
@@ -67,9 +66,7 @@ class Level(NamedTuple):
 
 
 def joined(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens int64 [num_reqs, depth, C], scores float32 [num_reqs, depth, C, C] as `best_first`
-    takes them, and ranks as tokens.
-    """
+    """Tokens int64 [num_reqs, depth, C], scores for `best_first`, and ranks."""
     of_levels = ((level.token_ids, level.scores, level.places) for level in levels)
     token_ids, scores, places = (torch.stack(one, dim=1) for one in zip(*of_levels, strict=True))
     count = places.shape[-1]

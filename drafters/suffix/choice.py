@@ -28,8 +28,7 @@ class Chain(NamedTuple):
 
     Attributes:
         token_ids: int64 [num_reqs, K], 0 past its end.
-        num_drafts: int64 [num_reqs], its tokens; 0 where there is no match, and then `token_ids`
-            are any valid ones.
+        num_drafts: int64 [num_reqs], its tokens; 0 where there is no match.
         scores: float32 [num_reqs], expected drafts accepted; 0 where there is no match.
     """
 
@@ -53,8 +52,7 @@ class Weighed(NamedTuple):
 
 
 def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
-    """The continuation of the highest score; of equal ones that of a longer match, then the one
-    that comes first.
+    """The continuation of the highest score; of equal ones the longer match's, then the first.
 
     Args:
         continuations: int64 [num_reqs, C, K], less than 0 past the end of each.

@@ -1,5 +1,4 @@
-"""Suffix decoding (arXiv 2411.04975, snowflakedb/ArcticInference) on tensors, so that one code
-serves every device.
+"""Suffix decoding (arXiv 2411.04975, snowflakedb/ArcticInference) on tensors of any device.
 
 What ArcticInference keeps as suffix trees, of each request and of past outputs, is found by
 comparing here: a pool of past outputs and the request's own text are searched for the request's

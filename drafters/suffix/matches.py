@@ -110,8 +110,7 @@ def find(
         texts: int32 [num_reqs, width], where to look.
         suffix: int32 [num_reqs, M], the latest token first.
         count: C.
-        compared: tokens by which matches are told apart everywhere, at most M; only the C found are
-            followed back up to M.
+        compared: tokens by which matches are told apart everywhere, at most M.
         shortest: tokens of a match that counts, at most `compared`.
         before: int64 [num_reqs, 1], matches end before this place.
     """

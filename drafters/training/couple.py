@@ -239,8 +239,7 @@ def _fitted(
         rows = fitted.weights.tolist()
         _say(
             f"couple: temperature {temperature:g}: {len(choices.slots):,} choices, log-likelihood"
-            f" of each {fitted.before:.3f} with"
-            f" ones, {fitted.after:.3f} fitted"
+            f" of each {fitted.before:.3f} with ones, {fitted.after:.3f} fitted"
         )
         for name, row in zip("ab", rows, strict=True):
             _say(f"couple:   {name} = {' '.join(f'{x:.2f}' for x in row)}")

@@ -63,12 +63,10 @@ class Agreement:
         if not self.difference <= tolerance:
             raise SpecDecError(
                 f"tau with drafts {drafts} is {self.replayed:.3f} in training and {self.engine:.3f}"
-                f" in the engine,"
-                f" {100 * self.difference:.1f}% apart where {100 * tolerance:.1f}% is allowed"
-                f" ({100 * self.same_answers:.0f}% of"
-                " the answers are the same): suspect, in this order, row alignment, tap numbering,"
-                " chat template, a mask leak,"
-                " RoPE; the exported drafter is kept"
+                f" in the engine, {100 * self.difference:.1f}% apart where {100 * tolerance:.1f}%"
+                f" is allowed ({100 * self.same_answers:.0f}% of the answers are the same):"
+                " suspect, in this order, row alignment, tap numbering, chat template, a mask"
+                " leak, RoPE; the exported drafter is kept"
             )
 
 
@@ -108,11 +106,9 @@ def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
 def engine_run(
     config: TrainConfig, drafter: Path, answers: list[Answer], shape: BlockShape
 ) -> tuple[float, list[Answer]]:
-    """tau of the exported drafter in the engine on the prompts of `answers`, and what the engine
-    answered, in their order.
+    """tau of the exported drafter in the engine on `answers`' prompts, and its answers.
 
-    Every step drafts a block of `shape`: the replay counts whole blocks, and one chosen by speed
-    would not agree with it.
+    Every step drafts a block of `shape`: the replay counts whole blocks.
 
     Raises:
         SpecDecError: the drafter or the engine fails.

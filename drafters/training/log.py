@@ -16,9 +16,7 @@ COLUMNS = (
     "step", "minutes", "epoch", "loss", "train_tau", "row1", "lr", "grad_norm",
     "sequences_per_second", "tau", "tree", "sampled",
 )  # fmt: skip
-"""`train_tau` is teacher-forced on training answers at random anchors; `row1` and the last three
-are replayed on held-out ones.
-"""
+"""`train_tau` is of training answers; `row1` and the last three of held-out ones."""
 
 
 class TrainLog:
@@ -111,11 +109,7 @@ class TrainLog:
 
 
 def _read(path: Path) -> list[dict[str, str]]:
-    """Rows of a file, of whichever columns it has.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Rows of a file, of whichever columns it has; CheckpointError: it cannot be read."""
     try:
         with path.open(newline="") as file:
             return [{name: row.get(name) or "" for name in COLUMNS} for row in csv.DictReader(file)]

@@ -15,8 +15,7 @@ ADAMW = ("step", "exp_avg", "exp_avg_sq")
 
 
 class MasterOptimizer:
-    """An optimizer whose weights are float32 copies; the model's own weights are cast from them
-    after every step.
+    """An optimizer of float32 copies, from which the model's weights are cast after each step.
 
     The model trains in exactly the type it will draft in, and small updates are not lost to
     rounding. Gradients of several backward passes and of all processes are summed in float32.
@@ -84,9 +83,7 @@ class MasterOptimizer:
             )
 
     def accumulate(self) -> None:
-        """Adds the model's gradients to the masters' and clears them; those of shards are summed in
-        the backward passes already.
-        """
+        """Adds the model's gradients to the masters' and clears them, but for shards."""
         for name, weight in self._weights.items():
             found = torch.zeros_like(weight) if weight.grad is None else weight.grad
             gradient, weight.grad = found.float(), None

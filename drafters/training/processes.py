@@ -16,8 +16,7 @@ from specdec.parallel.sockets import rank_sockets
 
 @contextmanager
 def termination() -> Iterator[list[int]]:
-    """A list that SIGTERM or Ctrl-C makes non-empty, so that the loop can end between two steps; in
-    the main thread alone.
+    """A list that SIGTERM or Ctrl-C fills, to end between two steps; in the main thread alone.
 
     A second Ctrl-C interrupts at once.
     """
@@ -43,9 +42,7 @@ def termination() -> Iterator[list[int]]:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[torch.device]:
-    """Joins the processes that torchrun started, if it did; yields the device of this one. A group
-    that exists is left as it is.
-    """
+    """Joins torchrun's processes, unless a group exists; yields the device."""
     joined = dist.is_initialized()
     if not joined and ("RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1"):
         yield device

@@ -40,8 +40,7 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
         if not shape.scaled_like(verifier):
             raise InvalidInputError(
                 f"drafter {config.init!r} scales embeddings or caps logits unlike its target, and"
-                f" training does as the target;"
-                " leave --init out"
+                " training does as the target; leave --init out"
             )
         _check_taps(shape.target_layer_ids, verifier)
         shape = replace(shape, coupling=None)  # it was fitted to what the drafter said before
@@ -179,11 +178,9 @@ def choose_mask_token(asked: int | None, tokenizer: Any, verifier: Any) -> int:
     }
     unused_rows = range(len(tokenizer), verifier.vocab_size)
     suggestion = unused_rows[0] if unused_rows else max(special, default=None)
-    hint = (
-        f"choose a reserved token such as {suggestion}"
-        if suggestion is not None
-        else "this tokenizer has no token to spare"
-    )
+    hint = f"choose a reserved token such as {suggestion}"
+    if suggestion is None:
+        hint = "this tokenizer has no token to spare"
     if asked is None:
         if suggestion is None:
             raise InvalidInputError(

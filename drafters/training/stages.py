@@ -50,8 +50,7 @@ def run_stages(stages: tuple[str, ...], config: TrainConfig) -> bool:
         if "finish" in stages and dist.is_initialized() and (count := dist.get_world_size()) > 1:
             raise InvalidInputError(
                 f"the finish stage runs in one process and this run has {count}; give them the"
-                f" stages answers and train, "
-                "then run finish without torchrun"
+                " stages answers and train, then run finish without torchrun"
             )
         for stage in stages:
             # None goes on before all have finished: the next stage reads what they have written.
@@ -163,8 +162,7 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
         size = sum(parameter.numel() for parameter in model.parameters())
         say(
             f"train: {size / 1e6:.1f} M parameters, {len(train):,} answers, {len(heldout)} held"
-            f" out;"
-            f" left out: {train.num_too_long} too long, {train.num_too_short} too short,"
+            f" out; left out: {train.num_too_long} too long, {train.num_too_short} too short,"
             f" {train.num_masked} with the mask token"
         )
         length = -(-max(train.lengths) // config.bucket) * config.bucket

@@ -42,8 +42,7 @@ class Target:
         if min(layer_ids) < 0 or max(layer_ids) >= verifier.num_layers:
             raise InvalidInputError(
                 f"taps {list(layer_ids)} are not all layers of {verifier.name}, which has"
-                f" {verifier.num_layers};"
-                f" choose from 0 to {verifier.num_layers - 1}"
+                f" {verifier.num_layers}; choose from 0 to {verifier.num_layers - 1}"
             )
         self.verifier = verifier
         self.device, self.dtype = verifier.device, verifier.dtype

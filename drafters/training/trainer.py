@@ -83,8 +83,7 @@ class Trainer:
         if config.batch_size % (config.accumulation * self.world):
             raise InvalidInputError(
                 f"batch-size is {config.batch_size}; it must be a multiple of accumulation x"
-                f" processes, {config.accumulation} x"
-                f" {self.world}"
+                f" processes, {config.accumulation} x {self.world}"
             )
         model.to(target.device)  # the masters take the weights before they are rounded
         sharded = config.shard and self.world > 1
@@ -103,14 +102,13 @@ class Trainer:
                 tensor.data = tensor.data.to(target.dtype)
         self.model = model
         self.flex = use_flex(config.mask_path, target.device)
-        gamma = (
-            None
-            if config.loss == "dpace"
-            else config.gamma or default_gamma(model.config.block_size)
-        )
+        gamma = config.gamma or default_gamma(model.config.block_size)
         factors = ("ce", "kl", "tv", "nla", "selector", "confidence", "base_until", "base_share")
         shared = (*factors, "dpace_alpha", "dpace_candidates", "first_error", "head_loss")
-        losses = LossConfig(gamma=gamma, **{name: getattr(config, name) for name in shared})
+        decays = config.loss != "dpace"
+        losses = LossConfig(
+            gamma=gamma if decays else None, **{name: getattr(config, name) for name in shared}
+        )
         self._embed = embed_of(model, target)
         head = None if model.config.head is None else model.config.head.head(model, self._embed)
         self._head = head
@@ -230,8 +228,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(grad_norm) and self.optimizer.finite()):
             raise SpecDecError(
                 f"the loss is not finite after step {self.step}; the state of the last save is"
-                f" kept, so run again with a lower --lr"
-                " or --dtype float32"
+                " kept, so run again with a lower --lr or --dtype float32"
             )
         return {
             "step": self.step,
@@ -407,8 +404,7 @@ class Trainer:
         """Takes over a saved state.
 
         Raises:
-            InvalidInputError: it belongs to other settings, another drafter or other answers; the
-                message names one.
+            InvalidInputError: it belongs to other settings, drafters or answers.
         """
         now, then = self._identity(), state["identity"]
         changed = sorted(name for name in now if not alike(name, now[name], then.get(name)))
@@ -416,8 +412,7 @@ class Trainer:
             name = changed[0]
             raise InvalidInputError(
                 f"{self._folder} holds a run with {name.replace('_', '-')} {then.get(name)}, not"
-                f" {now[name]}; give the same"
-                " settings to resume it, or another --out"
+                f" {now[name]}; give the same settings to resume it, or another --out"
             )
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds, self.tau = state["step"], state["seconds"], state["tau"]

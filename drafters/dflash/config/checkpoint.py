@@ -73,8 +73,7 @@ def write_checkpoint(
     """Writes a drafter as a new folder that appears whole or not at all.
 
     Args:
-        path: folder to make; it must not exist yet, or be empty, or hold an earlier checkpoint that
-            is to be written `over`.
+        path: folder to make: new or empty, or with a checkpoint to be written `over`.
         config: what goes to `config.json`.
         tensors: as `read_checkpoint` returns them.
         layout: "z-lab" or "speculators".
@@ -105,8 +104,7 @@ def write_checkpoint(
 
 
 def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
-    """The row [H] that a drafter has in place of the target's embedding of the mask token: alone,
-    or named in a dictionary.
+    """The row [H] in place of the embedding of the mask token: alone, or in a dictionary.
 
     Raises:
         CheckpointError: another kind of content, or the row of another token.
@@ -136,8 +134,7 @@ def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
 
 
 def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of `config` must hold: those of the module,
-    made without memory.
+    """Name and shape of every tensor that a checkpoint of `config` must hold, as the module's.
 
     Raises:
         CheckpointError: sizes beyond what a tensor can have.

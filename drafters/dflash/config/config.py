@@ -122,15 +122,13 @@ class DFlashConfig:
             self.speculative_tokens is None
             or 1 <= self.speculative_tokens <= self.max_draft_tokens,
             f"speculative_tokens is {self.speculative_tokens}, but block_size {self.block_size}"
-            f" with sample_from_anchor"
-            f" {str(self.sample_from_anchor).lower()} gives 1 to {self.max_draft_tokens}; correct"
-            f" the wrong one in config.json",
+            f" with sample_from_anchor {str(self.sample_from_anchor).lower()} gives 1 to"
+            f" {self.max_draft_tokens}; correct the wrong one in config.json",
         )
         require(
             self.num_attention_heads % self.num_key_value_heads == 0 and self.head_dim % 2 == 0,
             f"{self.num_attention_heads} query heads on {self.num_key_value_heads} key heads of"
-            f" {self.head_dim}:"
-            " the first must be a multiple of the second, the third even",
+            f" {self.head_dim}: the first must be a multiple of the second, the third even",
         )
         require(
             bool(self.windows) and len(self.windows) == len(self.causal),
@@ -317,8 +315,7 @@ class DFlashConfig:
 
 
 def default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """Taps of a drafter that names none: one per draft layer, evenly spaced from the second layer
-    to the third from the end.
+    """Taps of a drafter that names none: evenly spaced from the second to the third-last layer.
 
     >>> default_taps(36, 5), default_taps(36, 1)
     ((1, 9, 17, 25, 33), (18,))

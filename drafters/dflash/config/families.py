@@ -1,6 +1,4 @@
-"""Families of DFlash drafters, by the class that their `config.json` names: what it leaves unsaid,
-and how their layers differ.
-"""
+"""Families of DFlash drafters by their class: what configs leave unsaid, how layers differ."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -35,11 +33,7 @@ class Family:
     partial_rope: bool = False
 
     def sizes(self, keys: Keys) -> LatentSizes | None:
-        """Sizes of latent attention; None without it.
-
-        Raises:
-            CheckpointError: one is missing.
-        """
+        """Sizes of latent attention; None without it; CheckpointError: one is missing."""
         if not self.latent:
             return None
         interleaved = keys.flag("rope_interleave")

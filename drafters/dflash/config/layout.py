@@ -164,8 +164,7 @@ def _or(value: T | None, default: T) -> T:
 def _embedding_scale(raw: Mapping[str, Any], keys: Keys) -> float | None:
     """Factor of raw embedding rows; None for the target's own, if our key says so.
 
-    Where nothing is stated, speculators means 1, since it trains on a plain table, and z-lab's
-    DFlash the target's own.
+    Where nothing is stated, speculators means 1, a plain table, and z-lab the target's own.
     """
     stated = Keys(keys.places[:-1]).number("input_embedding_scale")
     of_target = keys.flag("target_embedding_scale")
@@ -205,8 +204,7 @@ def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any], fami
 def _target_layer_ids(keys: Keys, layer_count: int, *, guesses: bool) -> tuple[int, ...]:
     """Tapped layers, 0-based; the speculators layout counts the embedding output as 0.
 
-    Where none are stated, z-lab's rule `guesses` those of its own drafters alone; others are
-    trained on other layers.
+    Where none are stated, z-lab's rule `guesses` those of its own drafters alone.
     """
     ids, shift = keys.find("target_layer_ids"), 0
     if ids is None:
@@ -253,11 +251,9 @@ def _layer_kinds(
     if kinds is None and use_swa:
         kinds = ["full_attention"] * layer_count
     elif kinds is None:
-        first = (
-            _or(keys.integer("max_window_layers"), layer_count)
-            if keys.flag("use_sliding_window")
-            else layer_count
-        )
+        first = layer_count
+        if keys.flag("use_sliding_window"):
+            first = _or(keys.integer("max_window_layers"), layer_count)
         require(first >= 0, f"max_window_layers is {first}; it must be at least 0")
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layer_count)]
     elif keys.flag("use_sliding_window") is False and not use_swa:

@@ -26,8 +26,7 @@ class Answer:
         prompt_ids, answer_ids: tokens, as compact arrays.
         few_shot: the prompt is a few-shot text, and the answer ends where the next question begins.
         temperature, seed: it was drawn with; 0 is greedy.
-        spans: earlier answers within the prompt, which are trained as well, as first token and the
-            one behind the last.
+        spans: earlier answers within the prompt, trained as well, as start and end.
     """
 
     prompt_ids: Sequence[int]
@@ -116,9 +115,8 @@ class AnswerSet:
         if not kept:
             raise InvalidInputError(
                 f"none of {len(answers)} answers can be used: {self.num_too_long} are longer than"
-                f" max-length {max_length} with"
-                f" their prompt, {self.num_too_short} have fewer than 2 tokens; raise --max-length"
-                f" or --max-tokens"
+                f" max-length {max_length} with their prompt, {self.num_too_short} have fewer than"
+                " 2 tokens; raise --max-length or --max-tokens"
             )
         self.bucket = bucket
         self.lengths = [len(a.prompt_ids) + len(a.answer_ids) for a in kept]
@@ -163,8 +161,7 @@ class AnswerSet:
         fills no batch is left out.
 
         Sequences of like length share a batch, so that little of it is padding, and batches come in
-        random order. `mixed` ones hold any, the shortest first: rows are packed, and all batches
-        should take about as many.
+        random order. `mixed` ones hold any, the shortest first, to take about as many rows.
         """
         random = Random(seed)
         order = random.sample(range(len(self)), len(self))

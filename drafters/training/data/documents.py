@@ -3,8 +3,7 @@ copied, asked about, rewritten.
 
 A target that writes its own prompts seldom writes long ones, but documents are served every day,
 and answers to them repeat much of the text. So paragraphs and programs of a run's answers become
-the documents of further prompts, which are answered in a run of their own, in the folder
-`documents` of the first.
+the documents of further prompts, answered in a run of their own, in the folder `documents`.
 """
 
 import json
@@ -212,8 +211,7 @@ def write_documents(config: TrainConfig, decode: Callable[[Sequence[int]], str])
     if len(texts[0]) < FEWEST:
         raise InvalidInputError(
             f"the answers hold {len(texts[0])} paragraphs, and {FEWEST} are needed for documents;"
-            f" ask for more answers, or leave"
-            " --documents out"
+            " ask for more answers, or leave --documents out"
         )
     random = Random(config.seed)
     prompts = dict.fromkeys(document_prompt(texts, random) for _ in range(config.documents))

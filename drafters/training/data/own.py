@@ -90,11 +90,7 @@ def _joined(place: str, row: Row) -> Own:
 
 
 def _check(place: str, row: Row) -> bool:
-    """Whether somebody answers in a row.
-
-    Raises:
-        InvalidInputError: it is malformed.
-    """
+    """Whether somebody answers in a row; InvalidInputError: it is malformed."""
     if TOKENS not in row:
         return any(role == "assistant" for role, _ in conversation(row, place))
     ids, mask = row[TOKENS], row.get(MASK, [])

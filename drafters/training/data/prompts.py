@@ -50,14 +50,12 @@ class PromptSet:
 
 
 def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
-    """All prompts of a run, those that the target has `written` included; the same for the same
-    configuration and files.
+    """All prompts of a run, `written` ones too; the same for the same configuration and files.
 
     A held-out prompt has no versions in the training set, and is in nobody's few-shot prompt.
 
     Raises:
-        InvalidInputError: no prompt, too few to hold some out, a malformed line, or a file that is
-            a test split by its name.
+        InvalidInputError: no prompt, too few, a malformed line, or a test split's file.
     """
     random = Random(config.seed)
     prompts = [prompt for file in config.prompts for prompt in read_prompts(file)]
@@ -86,8 +84,7 @@ def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
         if len(examples) <= config.few_shot:
             raise InvalidInputError(
                 f"few-shot prompts need more than {config.few_shot} questions with an answer, and"
-                f" the files hold {len(examples)};"
-                " give such a file, or set --few-shot-share 0"
+                f" the files hold {len(examples)}; give such a file, or set --few-shot-share 0"
             )
         train, heldout = (
             [_choose_template(prompt, config, random) for prompt in part]
@@ -98,8 +95,7 @@ def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
 
 
 def read_prompts(name: str) -> list[TrainingPrompt]:
-    """Prompts of what `drafters.training.data.rows.read_rows` reads; rows in which no user says
-    anything are left out.
+    """Prompts of what `read_rows` reads; rows in which no user says anything are left out.
 
     Raises:
         InvalidInputError: it cannot be read, holds no or bad prompts, or is a test split.

@@ -42,8 +42,7 @@ def write_self_prompts(
     rank: int = 0,
     world: int = 1,
 ) -> bool:
-    """Writes the prompts that are missing; see `drafters.training.data.answers.write_answers` for
-    arguments and result.
+    """Writes the prompts that are missing; arguments and result as of `write_answers`.
 
     Raises:
         InvalidInputError: no chat template, or the folder holds prompts of other settings.
@@ -97,8 +96,7 @@ def write_self_prompts(
 
 
 def read_self_prompts(config: TrainConfig) -> list[str]:
-    """The prompts that the target wrote, each once; fewer than were asked for, because some had no
-    end or occurred before.
+    """The prompts that the target wrote, each once, without those that had no end.
 
     Raises:
         InvalidInputError: some are not written yet.

@@ -1,5 +1,4 @@
-"""Files of records that a stage fills through the engine; each appears whole or not at all, so a
-killed stage goes on.
+"""Files of records that a stage fills, each whole or not at all, so a killed stage goes on.
 
 Requests of all files flow through the engine without a pause, so that the batch stays full.
 """

@@ -173,11 +173,7 @@ class _Server:
         return GenerationResult(ids, text, tokens, reason)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that a path answers.
-
-        Raises:
-            SpecDecError: nobody answers, or the server refuses.
-        """
+        """The JSON that a path answers; SpecDecError: nobody answers, or the server refuses."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}/{path}", data, self._headers)
         for pause in (*WAITS, None):

@@ -45,8 +45,7 @@ def read_served(
     """The requests that a folder of JSON lines holds, the oldest first and the same ones once.
 
     Args:
-        folder: that a server may be writing to: a file that goes, and half a line at the end of
-            one, are left out.
+        folder: that a server may be writing to: half a line at a file's end is left out.
         most: of the newest ones.
         max_length: tokens of prompt and output; longer ones are left out.
 

@@ -37,8 +37,7 @@ class Choices(NamedTuple):
     Attributes:
         slots: int64 [n], from 0.
         logprobs, noise: float32 [n, A], of the alternatives: log q and g.
-        counts: float32 [n, A], the logarithm of how many tokens an alternative stands for; -inf
-            where it is none.
+        counts: float32 [n, A], log of how many tokens an alternative stands for, or -inf.
         labels: int64 [n], which alternative was chosen.
     """
 

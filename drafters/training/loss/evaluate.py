@@ -60,9 +60,7 @@ class ReplayResult:
     recall: list[float]
 
     def figures(self) -> dict[str, float]:
-        """tau by drafts: "15", "tree 16", "tree 64", "candidates" of greedy answers, "sampled 15",
-        ... of those that were drawn.
-        """
+        """tau by drafts: "15", "tree 16", "candidates"; "sampled 15", ... of drawn answers."""
         names = [*map(str, self.shapes), "candidates"]
         return {
             f"{'sampled ' * sampled}{name}": self._tau(i, sampled)
@@ -212,8 +210,7 @@ class _Drafts:
             before: of them, see `before_anchors`.
 
         Returns:
-            int64 [S, N, shapes + 1], accepted drafts, and bool [S, N, K], whether a row's
-            candidates hold its label.
+            int64 [S, N, shapes + 1], accepted drafts, and bool [S, N, K], labels held.
         """
         anchors = blocks.anchors
         owners = torch.arange(len(anchors), device=anchors.device)[:, None].expand_as(anchors)

@@ -106,8 +106,7 @@ def block_loss(
             for `kl`, `tv` and `nla`. They sum to less than 1 where it has more tokens.
 
     Returns:
-        Sum of the weighted losses, sum of the weights, and bool [n, K] whether the label is the
-        most likely token.
+        Sums of weighted losses and weights, and bool [n, K] whether the label is likeliest.
     """
     # Compiled, its gradient is one pass over the logits; a gather's fills zeros of their size.
     rows = logits.float().flatten(0, 1)
@@ -218,8 +217,7 @@ class ChunkedLoss:
         """Sums of losses and weights, and bool [n, K] whether a row's best token is its label.
 
         Args:
-            hidden: [n, K, H], final hidden states of the drafter; see `Slots.of` of
-                `drafters.dflash.drafts`.
+            hidden: [n, K, H], final hidden states of the drafter; see `Slots.of`.
             labels: int64 [n, K].
             valid: bool [n, K].
             previous: int64 [n, K], the tokens before.

@@ -1,7 +1,6 @@
 """What a block sees in training: one predicate, run as FlexAttention or as a dense mask.
 
-Keys are the `context_len` features of a sequence, then the rows of its blocks. Queries are the rows
-of the blocks alone.
+Keys are the `context_len` features of a sequence, then the blocks' rows, which alone query.
 
     context (features)         block 0   block 1
     0 1 2 3 4 5 6 7 8 9 ...    a . . .   b . . .

@@ -5,6 +5,7 @@ token, which is exact: what a run drafts behind its first wrong token is thrown 
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,15 @@ ToLogits = Callable[[Tensor], Tensor]
 """Final hidden states [..., H] to logits [..., V]."""
 
 
+class _Rows(NamedTuple):
+    """What a loss is made of beside the head's part; see `block_loss`."""
+
+    logits: Tensor
+    labels: Tensor
+    valid: Tensor
+    teacher: Tensor | None
+
+
 class Objective:
     """Loss of some blocks, for `ChunkedLoss`.
 
@@ -26,8 +36,7 @@ class Objective:
         config: what is minimized.
         head: the drafter's, trained with it; None without one.
         teacher: the target's output head with all it does to logits; for distillation.
-        columns: int64 [draft_vocab_size], the target's token of each that the drafter has; None
-            where they are the same.
+        columns: int64 [draft_vocab_size], the target's token of each of the drafter's, or None.
 
     Attributes:
         base_share: float32 scalar, how much of the loss is that of the logits without the head;
@@ -90,12 +99,11 @@ class Objective:
             return block_loss(base, labels, valid, config, teacher)
         if isinstance(head, Lattice):
             assert context is not None, "a lattice is given the anchor's context"
-            return self._paired(base, hidden, labels, valid, teacher, context, head)
+            return self._paired(_Rows(base, labels, valid, teacher), hidden, context, head)
         left = left_sides(head, hidden, previous, context)
-        if head.num_candidates is not None and config.head_loss != "vocabulary":
-            loss, weight, matches, said = self._chosen(base, left, labels, valid, teacher, head)
-        else:
-            loss, weight, matches, said = self._corrected(base, left, labels, valid, teacher, head)
+        few = head.num_candidates is not None and config.head_loss != "vocabulary"
+        rows = _Rows(base, labels, valid, teacher)
+        loss, weight, matches, said = (self._chosen if few else self._corrected)(rows, left, head)
         if config.confidence:
             loss = loss + config.confidence * self._confidence(
                 said, teacher, hidden, previous, valid
@@ -103,16 +111,10 @@ class Objective:
         return loss, weight, matches
 
     def _corrected(
-        self,
-        base: Tensor,
-        left: Tensor,
-        labels: Tensor,
-        valid: Tensor,
-        teacher: Tensor | None,
-        head: Head,
+        self, rows: _Rows, left: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The loss of logits that are corrected over the whole vocabulary, and the logits."""
-        config = self._config
+        config, (base, labels, valid, teacher) = self._config, rows
         left = F.pad(left[:, head.first_slot :], (0, 0, head.first_slot, 0))
         final = torch.addmm(base.flatten(0, 1), left.flatten(0, 1), head.right.T).view_as(base)
         loss, weight, matches = block_loss(final, labels, valid, config, teacher)
@@ -123,17 +125,10 @@ class Objective:
         return loss, weight, matches, final
 
     def _paired(
-        self,
-        base: Tensor,
-        hidden: Tensor,
-        labels: Tensor,
-        valid: Tensor,
-        teacher: Tensor | None,
-        context: Tensor,
-        head: Lattice,
+        self, rows: _Rows, hidden: Tensor, context: Tensor, head: Lattice
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The backbone's loss, and each label's cross-entropy behind the label before."""
-        config = self._config
+        config, (base, labels, valid, teacher) = self._config, rows
         loss, weight, _ = block_loss(base, labels, valid, config, teacher)
         tokens, held = _with_labels(base, labels, head.num_candidates)
         with torch.no_grad():
@@ -141,8 +136,8 @@ class Objective:
             ranks = (tokens == labels[..., None]).int().argmax(dim=-1)
             before = F.pad(ranks[:, :-1], (1, 0))
         table = head.table(hidden, tokens, scores, context)
-        rows = before[..., None, None].expand(-1, -1, 1, table.shape[-1])
-        logprobs = table.gather(2, rows).squeeze(2).log_softmax(dim=-1)
+        chosen = before[..., None, None].expand(-1, -1, 1, table.shape[-1])
+        logprobs = table.gather(2, chosen).squeeze(2).log_softmax(dim=-1)
         of_label = logprobs.gather(-1, ranks[..., None]).squeeze(-1)
         chosen, matches = self._among(logprobs, of_label, held, valid)
         return loss + chosen, weight, matches
@@ -159,18 +154,12 @@ class Objective:
         return self._config.selector * torch.where(valid, -weights * of_label, 0.0).sum(), matches
 
     def _chosen(
-        self,
-        base: Tensor,
-        left: Tensor,
-        labels: Tensor,
-        valid: Tensor,
-        teacher: Tensor | None,
-        head: Head,
+        self, rows: _Rows, left: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The backbone's loss and the cross-entropy among its candidates, whose logits are
         corrected, and all logits. A label that is no candidate takes the last one's place.
         """
-        config = self._config
+        config, (base, labels, valid, teacher) = self._config, rows
         loss, weight, _ = block_loss(base, labels, valid, config, teacher)
         assert head.num_candidates is not None
         tokens, held = _with_labels(base, labels, head.num_candidates)

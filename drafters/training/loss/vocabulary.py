@@ -94,9 +94,7 @@ class DraftLabels:
             self._places[self.columns] = torch.arange(len(self.columns), device=d2t.device)
 
     def __call__(self, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels int64 [n, K], and bool [n, K] which count: none from the first on that cannot be
-        drafted, since a run never gets behind it.
-        """
+        """Labels int64 [n, K], and bool which count: none behind one that cannot be drafted."""
         if self._places is None:
             return labels, valid
         own = self._places[labels]

@@ -15,9 +15,8 @@ from tests.drafters.training.data.test_answers import write_chat_target
 from tests.drafters.training.toy import toy_config
 
 TEMPLATE = (
-    "<bos> {% for m in messages %}{{ m.role == 'user' and 'w4 ' or 'w5 ' }}"
-    "{{ m.content }} <eos> w6 "
-    "{% endfor %}{% if add_generation_prompt %}w5 {% endif %}"
+    "<bos> {% for m in messages %}{{ m.role == 'user' and 'w4 ' or 'w5 ' }}{{ m.content }} <eos> w6"
+    " {% endfor %}{% if add_generation_prompt %}w5 {% endif %}"
 )
 THOUGHTLESS = TEMPLATE.replace("{{ m.content }}", "{{ m.content.replace('w9 ', '') }}")
 
