@@ -3,6 +3,7 @@ known texts, disturbed.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,23 +41,11 @@ class OracleDrafter(Drafter):
         coupling: Coupling | None = None,
         head: Head | None = None,
     ) -> None:
-        self.coupling, self.head = coupling, head
-        self.texts, self.logits, self.max_draft_tokens = (
-            {text: i for i, text in enumerate(texts)},
-            logits,
-            k,
-        )
+        self.coupling, self.head, self.logits, self.max_draft_tokens = coupling, head, logits, k
+        self.texts = {text: i for i, text in enumerate(texts)}
 
-    def bind(
-        self,
-        verifier: Verifier,
-        caches: Sequence[LayerCache],
-        *,
-        max_num_seqs: int,
-        max_len: int,
-        draft_sampling: DraftSampling,
-    ) -> "BoundOracle":
-        return BoundOracle(self, max_num_seqs, draft_sampling)
+    def bind(self, verifier: Verifier, caches: Sequence[LayerCache], **run: Any) -> "BoundOracle":
+        return BoundOracle(self, run["max_num_seqs"], run["draft_sampling"])
 
 
 class BoundOracle(BoundDFlash):
@@ -68,15 +57,10 @@ class BoundOracle(BoundDFlash):
         self, drafter: OracleDrafter, max_num_seqs: int, draft_sampling: DraftSampling
     ) -> None:
         self.drafter: OracleDrafter = drafter  # type: ignore[assignment]
-        coupling = (
-            None
-            if drafter.coupling is None
-            else CouplingTable(drafter.coupling, torch.device("cpu"))
-        )
-        self.drafts, self.table = (
-            Drafts(draft_sampling, coupling, None, drafter.head),
-            drafter.logits,
-        )
+        given = drafter.coupling
+        coupling = None if given is None else CouplingTable(given, torch.device("cpu"))
+        self.drafts = Drafts(draft_sampling, coupling, None, drafter.head)
+        self.table = drafter.logits
         self.texts = torch.zeros(max_num_seqs, dtype=torch.int64)
         self._before = torch.zeros_like(self.texts) if isinstance(drafter.head, Refiner) else None
 

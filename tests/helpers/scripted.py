@@ -3,10 +3,10 @@ position.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from specdec.base.config import DraftSampling
 from specdec.kv_cache import LayerCache
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import BoundDrafter, Drafter, DraftOutput, Verifier
@@ -30,16 +30,8 @@ class ScriptedDrafter(Drafter):
     ) -> None:
         self.outputs, self.max_draft_tokens, self.wrong_at = outputs, k, wrong_at
 
-    def bind(
-        self,
-        verifier: Verifier,
-        caches: Sequence[LayerCache],
-        *,
-        max_num_seqs: int,
-        max_len: int,
-        draft_sampling: DraftSampling,
-    ) -> "BoundScript":
-        return BoundScript(self, verifier, max_num_seqs, max_len)
+    def bind(self, verifier: Verifier, caches: Sequence[LayerCache], **run: Any) -> "BoundScript":
+        return BoundScript(self, verifier, run["max_num_seqs"], run["max_len"])
 
 
 class BoundScript(BoundDrafter):

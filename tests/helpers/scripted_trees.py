@@ -3,12 +3,12 @@ draft every step.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.base.blocks import DraftTree
-from specdec.base.config import DraftSampling
 from specdec.kv_cache import LayerCache
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput, Verifier
@@ -48,16 +48,8 @@ class ScriptedTrees(ScriptedDrafter):
         self.trees, self.paths = trees, paths
         self.ends = list(range(len(trees[0]) + 1)) if ends is None else list(ends)
 
-    def bind(
-        self,
-        verifier: Verifier,
-        caches: Sequence[LayerCache],
-        *,
-        max_num_seqs: int,
-        max_len: int,
-        draft_sampling: DraftSampling,
-    ) -> "BoundTrees":
-        return BoundTrees(self, verifier, max_num_seqs, max_len)
+    def bind(self, verifier: Verifier, caches: Sequence[LayerCache], **run: Any) -> "BoundTrees":
+        return BoundTrees(self, verifier, run["max_num_seqs"], run["max_len"])
 
 
 class BoundTrees(BoundScript):
