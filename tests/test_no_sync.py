@@ -146,16 +146,8 @@ def test_sync_in_a_drafter_is_caught() -> None:
             return super().propose(batch)
 
     class PeekingDrafter(ScriptedDrafter):
-        def bind(
-            self,
-            verifier: Verifier,
-            caches: Any,
-            *,
-            max_num_seqs: int,
-            max_len: int,
-            draft_sampling: Any,
-        ) -> BoundScript:
-            return PeekingScript(self, verifier, max_num_seqs, max_len)
+        def bind(self, verifier: Verifier, caches: Any, **run: Any) -> BoundScript:
+            return PeekingScript(self, verifier, run["max_num_seqs"], run["max_len"])
 
     model, prompt = plain_model("llama"), random_prompts(1)[0]
     drafter = PeekingDrafter({tuple(prompt): plain_greedy(model, prompt, MAX_TOKENS)}, 3)

@@ -107,16 +107,8 @@ def test_accepted_drafts_leave_rows_as_they_should_be(
 class SureDrafter(ScriptedDrafter):
     """One that always expects all its drafts to be accepted."""
 
-    def bind(
-        self,
-        verifier: Verifier,
-        caches: Any,
-        *,
-        max_num_seqs: int,
-        max_len: int,
-        draft_sampling: Any,
-    ) -> BoundScript:
-        return SureScript(self, verifier, max_num_seqs, max_len)
+    def bind(self, verifier: Verifier, caches: Any, **run: Any) -> BoundScript:
+        return SureScript(self, verifier, run["max_num_seqs"], run["max_len"])
 
 
 class SureScript(BoundScript):
