@@ -4,7 +4,7 @@ Names are those of package `gguf`; what llama.cpp changes stands in its folder `
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -279,22 +279,21 @@ def _layer(name: str) -> int:
     return int(found[1])
 
 
-def _special() -> Iterator[tuple[str, Callable[[Recipes, str, re.Match[str]], Recipe | None]]]:
-    yield r"\.experts\.(?P<part>gate_up_proj|up_proj|down_proj)(?P<bias>_bias)?$", Recipes.experts
-    yield r"\.(e_score_correction_bias|expert_bias)$", Recipes.choice_bias
-    yield r"\.kv_b_proj\.weight$", Recipes.latent
-    yield r"\.shared_expert_gate\.weight$", Recipes.shared_gate
-    yield r"\.conv1d\.weight$|\.conv\.conv\.weight$", Recipes.convolution
-    yield r"\.A_log$", Recipes.decay
-    yield r"\.dt_bias$", Recipes.step_bias
-    yield r"\.mamba\.(D$|norm\.weight$)", Recipes.of_mamba
-    yield r"\.shared_mlp\.(?P<part>input|output)_linear\.weight$", Recipes.shared_mlp
-    yield r"\.router\.(?P<part>weight|scale|per_expert_scale)$", Recipes.router
-    yield r"\.linear_attn\.in_proj_(?P<part>qkv|z|a|b)\.weight$", Recipes.linear_rows
-    yield r"\.linear_attn\.in_proj_qkvz\.weight$", Recipes.linear_inputs
-    yield r"\.linear_attn\.out_proj\.weight$", Recipes.linear_output
-    yield r"\.(c_attn|c_proj|c_fc)\.weight$", Recipes.turned
-
-
-_SPECIAL = [(re.compile(expression), make) for expression, make in _special()]
+_MAKE: dict[str, Callable[[Recipes, str, re.Match[str]], Recipe | None]] = {
+    r"\.experts\.(?P<part>gate_up_proj|up_proj|down_proj)(?P<bias>_bias)?$": Recipes.experts,
+    r"\.(e_score_correction_bias|expert_bias)$": Recipes.choice_bias,
+    r"\.kv_b_proj\.weight$": Recipes.latent,
+    r"\.shared_expert_gate\.weight$": Recipes.shared_gate,
+    r"\.conv1d\.weight$|\.conv\.conv\.weight$": Recipes.convolution,
+    r"\.A_log$": Recipes.decay,
+    r"\.dt_bias$": Recipes.step_bias,
+    r"\.mamba\.(D$|norm\.weight$)": Recipes.of_mamba,
+    r"\.shared_mlp\.(?P<part>input|output)_linear\.weight$": Recipes.shared_mlp,
+    r"\.router\.(?P<part>weight|scale|per_expert_scale)$": Recipes.router,
+    r"\.linear_attn\.in_proj_(?P<part>qkv|z|a|b)\.weight$": Recipes.linear_rows,
+    r"\.linear_attn\.in_proj_qkvz\.weight$": Recipes.linear_inputs,
+    r"\.linear_attn\.out_proj\.weight$": Recipes.linear_output,
+    r"\.(c_attn|c_proj|c_fc)\.weight$": Recipes.turned,
+}
+_SPECIAL = [(re.compile(expression), make) for expression, make in _MAKE.items()]
 """How tensors are made of which more is to be said than their names."""

@@ -181,9 +181,7 @@ class Weights:
         packed = self._packed(names, orders)
         if packed is not None:
             return linear(packed, bias)
-        weight = self._parts(names, "weight", orders)
-        assert weight is not None
-        return linear(weight, bias)
+        return linear(self._parts(names, "weight", orders), bias)
 
     def output(self, name: str) -> Linear:
         """A projection back to the width of the model, of which ranks have parts."""
@@ -228,19 +226,11 @@ class Weights:
                 )
         return self._parts(names, "bias", orders)
 
-    def _parts(
-        self, names: Sequence[str], field: str, orders: Sequence[Reorder | None]
-    ) -> Tensor | None:
-        """One field of all projections; None where they have none."""
-        get = self.tensor if field == "weight" else self.optional
-        found = [get(f"{name}.{field}") for name in names]
-        if any(part is None for part in found):
-            return None
-        parts = [
-            part if order is None else order(part)
-            for part, order in zip(found, orders, strict=True)
-            if part is not None
-        ]
+    def _parts(self, names: Sequence[str], field: str, orders: Sequence[Reorder | None]) -> Tensor:
+        """One field of all projections."""
+        found = [self.tensor(f"{name}.{field}") for name in names]
+        pairs = zip(found, orders, strict=True)
+        parts = [part if order is None else order(part) for part, order in pairs]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 

@@ -122,6 +122,19 @@ def _routing_deviations(device: torch.device) -> Iterator[Deviation]:
         yield deviation(weights, plain, exact)
 
 
+def expert_deviation(layer: Experts, count: int, device: torch.device) -> Deviation:
+    """How far the kernels are off for some random rows, each of which has two experts."""
+    from specdec.layers.experts import triton_experts  # it imports Triton
+
+    dtype, experts, hidden = layer.down.dtype, layer.num_experts, layer.down.shape[1]
+    weights, ids = route(normal(count, experts), Routing(experts, 2))
+    x, there = normal(count, hidden).to(dtype), layer.to(device)
+    got = triton_experts.experts(x.to(device), weights.to(device), ids.int().to(device), there)
+    got = got.sum(0).to(dtype) if got.ndim == 3 else got
+    exact = apply_experts(x.double(), weights, ids, layer.to(torch.float64))
+    return deviation(got, apply_experts(x, weights, ids, layer), exact)
+
+
 def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
     from specdec.layers.experts import triton_experts  # it imports Triton
 
@@ -132,13 +145,8 @@ def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Dev
         normal(6, 320).to(dtype),
         normal(6, 128).to(dtype),
     )
-    there = layer.to(device)
     for rows in (1, 5, triton_experts.FEW_ROWS + 6):
-        x, (weights, ids) = normal(rows, 128).to(dtype), route(normal(rows, 6), Routing(6, 2))
-        got = triton_experts.experts(x.to(device), weights.to(device), ids.int().to(device), there)
-        got = got.sum(0).to(dtype) if got.ndim == 3 else got
-        exact = apply_experts(x.double(), weights, ids, layer.to(torch.float64))
-        yield deviation(got, apply_experts(x, weights, ids, layer), exact)
+        yield expert_deviation(layer, rows, device)
     gate_up, down = normal(4, 320, 128).to(dtype) / 8, normal(4, 128, 160).to(dtype) / 8
     three, all_four = (Experts(gate_up[:count], down[:count], "silu") for count in (3, 4))
     x, weights = normal(5, 128).to(dtype), torch.full((5, 2), 0.5)

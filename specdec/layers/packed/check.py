@@ -10,9 +10,8 @@ from torch.nn import functional as F
 from specdec.device.deviation import Deviation, deviation, normal, worst
 from specdec.device.device import resolve_dtype
 from specdec.kernels.kernel import HALF, Kernel
-from specdec.layers.experts.experts import apply_experts
-from specdec.layers.experts.router import route
-from specdec.layers.experts.routing import Experts, Routing
+from specdec.layers.experts.experts import expert_deviation
+from specdec.layers.experts.routing import Experts
 from specdec.layers.ops.activation import activate
 from specdec.layers.packed.cpu import multiplies_in
 from specdec.layers.packed.gguf import BLOCK_SHAPES, GgufWeight
@@ -125,14 +124,8 @@ def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Dev
     for code in _OF_EXPERTS:
         gate_up, down = (_weight(code, shape, dtype) for shape in ((4, 192, 128), (4, 128, 96)))
         layer = Experts(gate_up, down, "silu")
-        there = layer.to(device)
         for rows in (1, triton_experts.FEW_ROWS + 6):
-            x, (weights, ids) = normal(rows, 128).to(dtype), route(normal(rows, 4), Routing(4, 2))
-            chosen = weights.to(device), ids.int().to(device)
-            got = triton_experts.experts(x.to(device), *chosen, there)
-            got = got.sum(0).to(dtype) if got.ndim == 3 else got
-            exact = apply_experts(x.double(), weights, ids, layer.to(torch.float64))
-            yield deviation(got, apply_experts(x, weights, ids, layer), exact)
+            yield expert_deviation(layer, rows, device)
 
 
 def _weight(code: Code, shape: tuple[int, ...], dtype: torch.dtype) -> PackedWeight:
