@@ -77,8 +77,6 @@ def decoder() -> SpecDecoder:
         ("hermes", 5),
         ("qwen3_coder", 5),
         ("mistral", 4),
-        ("glm", 3),
-        ("deepseek_v3", 3),
         ("harmony", 3),
     ],
 )
@@ -172,7 +170,7 @@ def test_text_and_calls_as_the_model_likes(mistral: openai.OpenAI) -> None:
         assert calls == [name for name, _ in called(made.message)] and reason == made.finish_reason
         assert (reason == "tool_calls") == bool(calls) or reason == "length"
         kinds.add((bool(text), bool(calls)))
-        if seed >= 3 and {(True, False), (True, True)} <= kinds:
+        if seed and {(True, False), (True, True)} <= kinds:
             return
     raise AssertionError(f"only {kinds}")
 

@@ -12,7 +12,8 @@ import torch
 
 import specdec.device.device
 from specdec.attention import check, latent_check, selector
-from specdec.attention.mla import IndexerSpec
+from specdec.attention.mla import MlaBackend, MlaSpec
+from specdec.base.registry import MLA_BACKENDS
 from specdec.cli.doctor import run
 from specdec.cli.main import main
 from specdec.device import self_check
@@ -203,8 +204,13 @@ def test_damaged_aiter_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def sound_latents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands for the check of latent attention, which takes seconds on an emulation."""
+
+    def sound(backend: type[MlaBackend], spec: MlaSpec) -> Deviation:
+        assert backend.name in MLA_BACKENDS and isinstance(spec, MlaSpec)
+        return Deviation(0.0, 0.0)
+
     for module in (latent_check, run):
-        monkeypatch.setattr(module, "check_latent", lambda *_: Deviation(0.0, 0.0))
+        monkeypatch.setattr(module, "check_latent", sound)
 
 
 def test_latent_attention(
@@ -312,8 +318,7 @@ def test_run_checks_again(
     """
     monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     install(monkeypatch, tmp_path, Machine())
-    monkeypatch.setattr(latent_check, "PHASES", latent_check.PHASES[2:3])
-    monkeypatch.setattr(run, "INDEXER", IndexerSpec(64, 128, 64))
+    sound_latents(monkeypatch)
     monkeypatch.setattr(run, "SHAPES", run.SHAPES[:1])
     home: Any = import_module("aiter.ops.triton.attention.unified_attention")
     with monkeypatch.context() as patch:
@@ -323,7 +328,6 @@ def test_run_checks_again(
 
         broken.__signature__ = home.unified_attention.__signature__  # type: ignore[attr-defined]
         patch.setattr(home, "unified_attention", broken)
-        sound_latents(patch)
         out = doctor(capsys, "--run", status=1)
         assert line_of(out, AITER) == ["failed:", "RuntimeError:", "no", "compiler"]
     reason = "its self-check failed: RuntimeError: no compiler"

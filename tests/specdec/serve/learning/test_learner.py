@@ -17,6 +17,7 @@ import pytest
 
 from drafters.training.learning.served import read_served
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
+from specdec.serve.learning import learner as learner_module
 from specdec.session.link.link import Ended
 from tests.drafters.training.learning.kept import OPTIONS, prompts, write_kept, write_untrained
 from tests.drafters.training.toy import write_target
@@ -39,7 +40,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_kept(folder, KEPT)
     for name, changes in (
         ("good", {"max_steps": 30}),
-        ("still", {"lr": 1e-12, "max_steps": 2}),
         ("long", {"max_steps": 10**6}),
     ):
         lines = [f"{key} = {json.dumps(value)}" for key, value in {**OPTIONS, **changes}.items()]
@@ -143,10 +143,23 @@ def test_tau_rises_and_answers_stay(world: Path, tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in made)
 
 
+NOT_BETTER = """import json
+words = {words!r}
+report = dict(tau=[2.0, 2.0], better=False, says="held-out tau stays")
+with open(words[words.index("--out") + 1] + "/learned.json", "w") as file:
+    json.dump(report, file)
+"""
+
+
 def test_weights_that_are_not_better_do_not_draft(
-    world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    world: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with serving(world, tmp_path / "kept", "still") as live:
+    """As a training says that has come to nothing."""
+    monkeypatch.setattr(learner_module, "_START", NOT_BETTER)
+    with serving(world, tmp_path / "kept", "good") as live:
         teach(live, world)
         wait_until(lambda: rounds(live, "not better") == 1)
         assert live.get("/server_info").json()["drafter"] == "untrained"
