@@ -27,15 +27,10 @@ MAX_WIDTH = 2**16
 """More than any head has: a width beyond comes from a damaged file."""
 
 _FIELDS = {
-    "hidden_size": "hidden_size",
-    "candidate_topk": "top_k",
-    "num_heads": "num_heads",
-    "num_layers": "num_layers",
-    "mlp_ratio": "mlp_ratio",
-    "factor_dim": "factor_dim",
-    "vector_eps": "vector_eps",
-    "logit_scale": "logit_scale",
-}
+    "hidden_size": "hidden_size", "candidate_topk": "top_k", "num_heads": "num_heads",
+    "num_layers": "num_layers", "mlp_ratio": "mlp_ratio", "factor_dim": "factor_dim",
+    "vector_eps": "vector_eps", "logit_scale": "logit_scale",
+}  # fmt: skip
 KEYS = {f"lilicorr_{name}" for name in _FIELDS} | {"lilicorr_enabled"}
 """What `config.json` says about this head."""
 FEATURES = 5

@@ -46,17 +46,10 @@ from tests.helpers.tiny_models import paged_verifier, plain_greedy
 BLOCK, HEADS, KV_HEADS, WIDTH, INNER, LAYERS, TAPS, WINDOW = 8, 4, 2, 16, 48, 2, (1, 2, 4), 6
 MASK = VOCAB - 1
 SHARED: dict[str, Any] = {
-    "block_size": BLOCK,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": WIDTH,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-}
+    "block_size": BLOCK, "hidden_size": HIDDEN, "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+    "head_dim": WIDTH, "vocab_size": VOCAB, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 OWN = {"mask_token_id": MASK, "target_layer_ids": list(TAPS)}
 SLIDING = {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": WINDOW}
 CONFIGS: dict[str, dict[str, Any]] = {

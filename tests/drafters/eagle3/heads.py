@@ -19,21 +19,11 @@ from tests.helpers.tiny_configs import VOCAB
 HIDDEN, TARGET_LAYERS = 32, 4
 
 LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "hidden_act": "silu",
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 40,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+    "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
 SGLANG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     **LLAMA,

@@ -197,16 +197,12 @@ def test_a_trained_width_of_rope(tmp_path: Path) -> None:
 
 
 NAMES = {
-    "Eagle3LlamaForCausalLM": "llama",
-    "Eagle3MiniMaxM2ForCausalLM": "llama",
-    "LlamaEagle3DraftModel": "llama",
-    "Eagle3Qwen3ForCausalLM": "qwen3",
-    "Eagle3DeepseekV3ForCausalLM": "deepseek_v3",
-    "PEagleDraftModel": "llama",
-    "PeagleLlamaForCausalLM": "llama",
-    "LlamaForCausalLMPeagle": "llama",
+    "Eagle3LlamaForCausalLM": "llama", "Eagle3MiniMaxM2ForCausalLM": "llama",
+    "LlamaEagle3DraftModel": "llama", "Eagle3Qwen3ForCausalLM": "qwen3",
+    "Eagle3DeepseekV3ForCausalLM": "deepseek_v3", "PEagleDraftModel": "llama",
+    "PeagleLlamaForCausalLM": "llama", "LlamaForCausalLMPeagle": "llama",
     "PeagleQwen3ForCausalLM": "qwen3",
-}
+}  # fmt: skip
 """Names of published heads and of engines' classes, and the layers that vLLM builds for them."""
 
 

@@ -22,19 +22,10 @@ VOCAB = 64
 MASK = VOCAB - 1  # the only special token without a part of its own
 SPECIAL = ["<bos>", "<eos>", "<pad>", "<unk>"]
 LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 3,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-}
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 3, "moe_intermediate_size": 32,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 
 
 def write_target(
@@ -56,18 +47,10 @@ def write_target(
     names = dict(zip(("bos_token", "eos_token", "pad_token", "unk_token"), SPECIAL, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=raw, **names).save_pretrained(folder)
     values: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.05,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-        "tie_word_embeddings": False,
-    }
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.05,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
     heads: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
     configs: dict[str, Callable[[], PreTrainedConfig]] = {
         "llama": lambda: LlamaConfig(**values, **heads),

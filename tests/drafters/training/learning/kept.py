@@ -12,16 +12,9 @@ from specdec import EngineConfig, SpecDecoder
 from tests.drafters.training.toy import toy_config
 
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "batch_size": 16,
-    "anchors": 6,
-    "bucket": 16,
-    "heldout": 24,
-    "max_steps": 40,
-    "lr": 0.005,
-    "loss": "dpace",
-    "replay": 0.5,
-}
+    "dtype": "float32", "batch_size": 16, "anchors": 6, "bucket": 16, "heldout": 24,
+    "max_steps": 40, "lr": 0.005, "loss": "dpace", "replay": 0.5,
+}  # fmt: skip
 
 
 def write_untrained(folder: Path, name: str = "untrained", **changes: Any) -> Path:
