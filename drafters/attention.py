@@ -73,12 +73,6 @@ def latent_like(
 ) -> MlaBackend:
     """Latent attention of the target's kind, for layers of these sizes.
 
-    Args:
-        verifier: the target.
-        num_heads: query heads.
-        sizes: of a head.
-        non_causal: blocks whose rows see each other in both directions are needed.
-
     Raises:
         BackendError: the target has no latent attention, or its backend cannot serve the layers.
     """

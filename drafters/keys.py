@@ -139,11 +139,7 @@ def section(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 class Keys:
-    """Values found by name in several objects, the first of which wins.
-
-    Args:
-        places: the objects.
-    """
+    """Values found by name in several objects, the first of which wins."""
 
     def __init__(self, places: Sequence[Mapping[str, Any]]) -> None:
         self.places = places

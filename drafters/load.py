@@ -42,10 +42,6 @@ def load_drafter(path: str | Path, *, verifier: Verifier) -> Drafter:
 def algorithm_in(folder: Path, raw: Mapping[str, Any]) -> str:
     """The algorithm that a folder's config names; see `first_eagle` for heads that it does not.
 
-    Args:
-        folder: of the checkpoint.
-        raw: the content of its `config.json`.
-
     Raises:
         CheckpointError: it names none, or the wrong one.
     """
@@ -62,10 +58,6 @@ def first_eagle(folder: Path, algorithm: str) -> str | None:
     """What to say of a head of EAGLE or EAGLE-2, under any name; None of others.
 
     They project an embedding and a hidden state together, whose norm no other such head lacks.
-
-    Args:
-        folder: of the checkpoint.
-        algorithm: that its config names.
 
     Raises:
         CheckpointError: damaged files.

@@ -35,12 +35,7 @@ class Forecasts(NamedTuple):
 
 
 class Calibration:
-    """The mean error of late forecasts that were alike, for each drafter; of chains and of trees.
-
-    Args:
-        count: P, drafters.
-        device: where.
-    """
+    """The mean error of late forecasts that were alike, by drafter; of chains and of trees."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._on_triton = KERNEL.runs_on(device)

@@ -121,14 +121,7 @@ class _Step:
 
 
 class BoundComposed(BoundDrafter):
-    """The drafters of one engine; see `specdec.model.core.BoundDrafter`.
-
-    Args:
-        drafter: which they are.
-        parts: in the same order.
-        max_num_seqs: slots of requests.
-        verifier: the target.
-    """
+    """The drafters of one engine; see `specdec.model.core.BoundDrafter`."""
 
     def __init__(
         self,

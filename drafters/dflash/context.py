@@ -15,10 +15,6 @@ from specdec.layers.ops.ops import Ops
 class Context:
     """From features to the rows that layers cache; of drafters that are trained what
     `DFlashModel.context_kv` does.
-
-    Args:
-        model: on its device.
-        ops: what computes between the products.
     """
 
     def __init__(self, model: DFlashModel, ops: Ops) -> None:

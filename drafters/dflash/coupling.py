@@ -109,12 +109,7 @@ def _numbers(raw: Any) -> Row:
 
 
 class CouplingTable:
-    """The weights on a device.
-
-    Args:
-        coupling: the numbers.
-        device: of the steps.
-    """
+    """The weights on a device."""
 
     def __init__(self, coupling: Coupling, device: torch.device) -> None:
         temperatures = torch.tensor(coupling.temperatures, device=device)

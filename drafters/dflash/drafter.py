@@ -147,12 +147,6 @@ class BoundDFlash(BoundDrafter):
 
     Steps without drafts leave the target's features in a ring, since the context of a few positions
     takes no longer than that of one. It is written once the ring is full, or drafts are due.
-
-    Args:
-        drafter: the weights.
-        caches: one per draft layer.
-        max_num_seqs: slots of requests.
-        draft_sampling: how drafts are drawn.
     """
 
     max_deferred = MAX_DEFERRED

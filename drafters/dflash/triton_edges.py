@@ -85,16 +85,8 @@ def edges(
     first_slot: int,
     as_logprobs: bool,
 ) -> Tensor:
-    """What `edges_of` computes of a head without a state, float32 [num_reqs, K, C, C].
-
-    Args:
-        left: [num_reqs, K, C, r], contiguous.
-        columns: int64 [num_reqs, K, C].
-        right: [draft_vocab_size, r], contiguous, in the same type.
-        scores: float32 [num_reqs, K, C].
-        scale: float32 [num_reqs, K], or None.
-        first_slot: slots before it are not corrected.
-        as_logprobs: see there.
+    """What `drafters.dflash.edges.edges_of` computes of a head without a state; `left`
+    [num_reqs, K, C, r] and `right` are contiguous and of one type.
     """
     num_reqs, depth, count, rank = left.shape
     assert (

@@ -21,11 +21,6 @@ def eagle3_drafter(
 ) -> SequentialDrafter:
     """A head made ready for a target.
 
-    Args:
-        config: of the head.
-        tensors: see `drafters.eagle3.checkpoint.read_checkpoint`.
-        verifier: the target.
-
     Raises:
         CheckpointError: the head was trained for another target.
         BackendError: the target's attention backend cannot serve its layers.
@@ -46,11 +41,6 @@ def eagle3_drafter(
 
 def check_fit(config: Eagle3Config, verifier: Verifier, *, borrows: bool) -> None:
     """Refuses a target that the head was not trained for.
-
-    Args:
-        config: of the head.
-        verifier: the target, of which it looks at the shape alone.
-        borrows: the head lacks embeddings or an output head of its own.
 
     Raises:
         CheckpointError: everything that does not fit.

@@ -59,11 +59,6 @@ class Eagle3Network(SequentialNetwork):
     """An EAGLE-3 head (arXiv 2503.01840): the target's low, middle and high features, projected
     together, beside the next token's embedding. Drafted tokens have the head's own output.
 
-    Args:
-        config: of the head.
-        tensors: see `read_checkpoint`; on the target's device and in its type.
-        verifier: the target, from which it borrows embeddings or head that it lacks.
-
     Raises:
         BackendError: the target's attention backend cannot serve the layers.
     """

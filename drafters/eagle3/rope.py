@@ -16,10 +16,6 @@ _KNOWN = (
 def rope_parameters(keys: Keys, default_theta: float) -> dict[str, Any]:
     """RoPE in the form of Transformers 5, from that or from `rope_theta` and `rope_scaling`.
 
-    Args:
-        keys: of the object that describes the layers.
-        default_theta: the base where none is stated.
-
     Raises:
         CheckpointError: a type that no drafter has, or a malformed value.
     """

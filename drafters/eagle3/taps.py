@@ -48,10 +48,6 @@ def stated_taps(raw: Mapping[str, Any], own: Mapping[str, Any]) -> StatedTaps:
     gpt-oss-120b v3 and of heads for Kimi K2. Elsewhere, as at the top level, the place of
     speculators and vLLM, the embeddings count, too.
 
-    Args:
-        raw: content of config.json.
-        own: its `eagle_config`.
-
     Raises:
         CheckpointError: a malformed list, or lists that name different layers.
     """

@@ -21,13 +21,7 @@ from specdec.model.core import AcceptOutput, DraftOutput, Verifier, VerifyOutput
 
 
 class AssistantDrafter(SequentialDrafter):
-    """An assistant made ready for its target.
-
-    Args:
-        network: the assistant.
-        verifier: the target.
-        max_draft_tokens: largest k.
-    """
+    """An assistant made ready for its target."""
 
     network: PredictionNetwork
 
@@ -44,14 +38,8 @@ class AssistantDrafter(SequentialDrafter):
 
 
 class BoundAssistant(TokenByToken):
-    """An `AssistantDrafter` beside the target's cache of one engine; see
-    `specdec.model.core.BoundDrafter`.
-
-    Args:
-        drafter: the assistant.
-        caches: of the target's layers that its own layers read, one for each.
-        max_num_seqs: slots of requests.
-        draft_sampling: how drafts are drawn.
+    """An `AssistantDrafter` in one engine; see `specdec.model.core.BoundDrafter`. Its caches are
+    those of the target's layers that its own layers read.
     """
 
     def __init__(

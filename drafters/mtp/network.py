@@ -14,10 +14,6 @@ from specdec.model.core import Verifier
 class PredictionNetwork(SequentialNetwork):
     """The layers of the first depth, which every draft goes through; a draft after the first is
     given their own hidden state.
-
-    Args:
-        layers: of the target.
-        verifier: the target.
     """
 
     def __init__(self, layers: PredictionLayers, verifier: Verifier) -> None:

@@ -39,11 +39,7 @@ TRUSTED = 2
 
 
 class PredictionCopier(Drafter):
-    """Copies what is predicted; see `specdec.model.core.Drafter`.
-
-    Args:
-        max_draft_tokens: largest k.
-    """
+    """Copies what is predicted; see `specdec.model.core.Drafter`."""
 
     draws_trees = True
 
@@ -63,13 +59,7 @@ class PredictionCopier(Drafter):
 
 
 class BoundCopier(BoundDrafter):
-    """The predictions of the requests of one engine; see `specdec.model.core.BoundDrafter`.
-
-    Args:
-        num_slots: slots of requests.
-        max_len: most tokens of a prediction.
-        device: where.
-    """
+    """The predictions of the requests of one engine; see `specdec.model.core.BoundDrafter`."""
 
     has_expected_accepted = True
 
@@ -163,11 +153,6 @@ class BoundPredicted(BoundComposed):
     """A run's drafter and predictions beside it, for batches in which a request has one.
 
     The drafter itself begins, prefills and forgets requests, and serves all other batches.
-
-    Args:
-        drafter, bound: of the run.
-        verifier: the target.
-        num_slots, max_len: see `Drafter.bind`.
     """
 
     def __init__(

@@ -41,11 +41,6 @@ class SequentialDrafter(Drafter):
     """A network made ready for one target; see `specdec.model.core.Drafter`.
 
     Its trees take no more forwards than a chain as deep: see `drafters.sequential.growth`.
-
-    Args:
-        network: proposes tokens.
-        verifier: the target.
-        max_draft_tokens: largest k.
     """
 
     draws_trees = True
@@ -96,12 +91,6 @@ class SequentialDrafter(Drafter):
 class BoundSequential(TokenByToken):
     """A `SequentialDrafter` over the paged cache of one engine; see
     `specdec.model.core.BoundDrafter`.
-
-    Args:
-        drafter: the network.
-        caches: one per entry of its `kv_specs`.
-        max_num_seqs: slots of requests.
-        draft_sampling: how drafts are drawn.
     """
 
     max_deferred = MAX_DEFERRED

@@ -77,11 +77,7 @@ def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
 
 
 def weigh(continuations: Tensor, lengths: Tensor) -> Weighed:
-    """How much continuations count in a tree: more, the longer and later the match.
-
-    Args:
-        continuations, lengths: see `best_chain`.
-    """
+    """How much continuations count in a tree: more, the longer and later the match."""
     tokens = (continuations >= 0).sum(dim=2) * (lengths > 0)
     shorter = (lengths - lengths.amax(dim=1, keepdim=True)).clamp(min=SHORTEST)
     ages = torch.arange(lengths.shape[1], dtype=lengths.dtype, device=lengths.device)

@@ -127,10 +127,6 @@ class PlainForward:
 class PackedForward:
     """Runs the verifier's own forward, for models on the decoder stack, which needs the paged
     cache; padding is left out.
-
-    Args:
-        verifier: a `DecoderVerifier`.
-        layer_ids: layers to tap.
     """
 
     def __init__(self, verifier: Any, layer_ids: Sequence[int]) -> None:

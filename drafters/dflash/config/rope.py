@@ -13,12 +13,6 @@ def rope_parameters(
 ) -> dict[str, Any]:
     """RoPE in the Transformers 5 form, from that form or from `rope_theta` and `rope_scaling`.
 
-    Args:
-        keys: of config.json.
-        family: of the drafter.
-        windows: of its layers.
-        head_dim: numbers of a query head.
-
     Raises:
         CheckpointError: a missing or malformed value.
     """

@@ -194,10 +194,6 @@ def answers_of(config: TrainConfig, split: str) -> list[Answer]:
 def write_documents(config: TrainConfig, decode: Callable[[Sequence[int]], str]) -> None:
     """Writes the prompts, each once, unless they are there, once other answers are.
 
-    Args:
-        config: the run.
-        decode: text of the target's tokens.
-
     Raises:
         InvalidInputError: the answers hold too few paragraphs, or the file cannot be written.
     """

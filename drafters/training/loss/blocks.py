@@ -124,13 +124,8 @@ def make_blocks(batch: SequenceBatch, anchors: Tensor, valid: Tensor, *, num_row
 def anchor_states(
     model: DFlashModel, batch: SequenceBatch, features: Tensor, anchors: Tensor
 ) -> Tensor:
-    """`DFlashModel.context_state` [S, N, H] of the tokens before anchors int64 [S, N], zeros before
-    the first one; without gradient.
-
-    Args:
-        model: the drafter.
-        batch: the sequences.
-        features: [S, T, num_taps * H_target], or of packed rows.
+    """`DFlashModel.context_state` [S, N, H] of features [S, T, num_taps * H_target], or packed,
+    of the tokens before anchors int64 [S, N], zeros before the first one; without gradient.
     """
     states = model.context_state(batch.at(features, (anchors - 1).clamp(min=0)))
     return states.masked_fill(anchors[..., None] == 0, 0)

@@ -166,12 +166,7 @@ class Fitted(NamedTuple):
 
 
 def fit_weights(choices: Choices, num_slots: int) -> Fitted:
-    """The weights under which the choices are likeliest, those of neighboring slots being close.
-
-    Args:
-        choices: of any slots below K.
-        num_slots: K.
-    """
+    """The weights under which the choices are likeliest, those of neighboring slots being close."""
     logprobs, noise, counts = (x.double() for x in choices[1:4])
     weights = torch.ones(
         2, num_slots, dtype=torch.float64, device=counts.device, requires_grad=True

@@ -215,14 +215,7 @@ class ChunkedLoss:
         context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sums of losses and weights, and bool [n, K] whether a row's best token is its label.
-
-        Args:
-            hidden: [n, K, H], final hidden states of the drafter; see `Slots.of`.
-            labels: int64 [n, K].
-            valid: bool [n, K].
-            previous: int64 [n, K], the tokens before.
-            teacher_hidden: [n, K, H] of the target, for distillation.
-            context: see `drafters.training.loss.blocks.before_anchors`.
+        Arguments are those of `drafters.training.loss.objective.Objective`.
         """
         chunks = min(max(-(-labels.numel() // self.rows), 1), len(labels))
         inputs = hidden, labels, valid, previous, teacher_hidden, context

@@ -78,10 +78,6 @@ def head_of(model: DFlashModel, target: Target) -> Callable[[Tensor], Tensor]:
 class DraftLabels:
     """Labels in the drafter's vocabulary.
 
-    Args:
-        d2t: of the drafter, see `drafters.vocabulary`; None for the target's vocabulary.
-        vocab_size: of the target.
-
     Attributes:
         columns: int64 [draft_vocab_size], the target's token of each; None for all of them.
     """
