@@ -142,16 +142,23 @@ def certainty_note(report: Report) -> list[str]:
     ]
 
 
+def _shares_grid(rows: Iterable[Row], field: str, title: str, widest: int | None = None) -> Grid:
+    """Shares of an acceptance that are counted from 1, of all or the first so many places."""
+    own = [row for row in drafting(rows) if row["acceptance"].get(field)]
+    most = max((len(row["acceptance"][field]) for row in own), default=0)
+    head = [str(number) for number in range(1, min(most, widest or most) + 1)]
+    return _columns(title, own, head, lambda row, place: _at(row["acceptance"][field], place))
+
+
 def position_grid(rows: Iterable[Row], widest: int | None = None) -> Grid:
-    """Acceptance by the position of a draft, of all or the first so many positions."""
-    own = [row for row in rows if row["acceptance"] and row["acceptance"]["acceptance_rate"]]
-    most = max((len(row["acceptance"]["acceptance_rate"]) for row in own), default=0)
-    return _columns(
-        "drafts accepted by position, of the steps that offered one there",
-        own,
-        [str(number) for number in range(1, min(most, widest or most) + 1)],
-        lambda row, place: _at(row["acceptance"]["acceptance_rate"], place),
-    )
+    """Acceptance by the position of a draft."""
+    title = "drafts accepted by position, of the steps that offered one there"
+    return _shares_grid(rows, "acceptance_rate", title, widest)
+
+
+def rank_grid(rows: Iterable[Row]) -> Grid:
+    """The share of every rank among the accepted drafts of trees."""
+    return _shares_grid(rows, "share_by_rank", "accepted drafts of trees by rank")
 
 
 def budget_grid(rows: Iterable[Row], widest: int) -> Grid:
@@ -283,18 +290,6 @@ def serving_grid(rows: Iterable[Row]) -> Grid:
             " where the slowest tenth of the requests begins.",
             *dict.fromkeys(few),
         ),
-    )
-
-
-def rank_grid(rows: Iterable[Row]) -> Grid:
-    """The share of every rank among the accepted drafts of trees."""
-    own = [row for row in drafting(rows) if row["acceptance"].get("share_by_rank")]
-    most = max((len(row["acceptance"]["share_by_rank"]) for row in own), default=0)
-    return _columns(
-        "accepted drafts of trees by rank",
-        own,
-        [str(number) for number in range(1, most + 1)],
-        lambda row, place: _at(row["acceptance"]["share_by_rank"], place),
     )
 
 

@@ -64,14 +64,8 @@ class Charts:
                         continue
                     at = place + (number - (len(sides) - 1) / 2) * height
                     low, high = figures.get(f"{field}_interval") or (value, value)
-                    axes.barh(
-                        at,
-                        value,
-                        0.92 * height,
-                        color=self._palette.color(side),
-                        hatch=self._palette.hatch(side),
-                        label=None if place else _label(side),
-                    )
+                    label = None if place else _label(side)
+                    axes.barh(at, value, 0.92 * height, label=label, **self._fill(side))
                     if high > low:
                         axes.plot([low, high], [at, at], color=drawn("ink"), linewidth=1.4)
                     axes.annotate(
@@ -105,7 +99,7 @@ class Charts:
             for side, some in _by_side(own):
                 speeds = [row["latency"]["request_tokens_per_second"]["median"] for row in some]
                 totals = [row["speed"]["tokens_per_second"]["median"] for row in some]
-                axes.plot(speeds, totals, label=_label(side), **self._line(side))
+                axes.plot(speeds, totals, **self._line(side))
                 for row, at in zip(some, zip(speeds, totals, strict=True), strict=True):
                     axes.annotate(
                         str(row["concurrency"]),
@@ -133,14 +127,9 @@ class Charts:
                 speeds = [row["speed"]["tokens_per_second"] for row in own]
                 low = [one["median"] - one["min"] for one in speeds]
                 spread = [low, [one["max"] - one["median"] for one in speeds]]
-                axes.errorbar(
-                    [row["concurrency"] for row in own],
-                    [s["median"] for s in speeds],
-                    yerr=spread,
-                    capsize=3,
-                    label=_label(side),
-                    **self._line(side),
-                )
+                places = [row["concurrency"] for row in own]
+                medians = [one["median"] for one in speeds]
+                axes.errorbar(places, medians, yerr=spread, capsize=3, **self._line(side))
             axes.set_xscale("log", base=2)
             axes.set_xticks(concurrencies, [str(one) for one in concurrencies])
             axes.minorticks_off()
@@ -167,7 +156,7 @@ class Charts:
         def draw(axes: Any) -> None:
             for row in own:
                 shares, side = row["acceptance"][field], side_of(row)
-                axes.plot(range(1, len(shares) + 1), shares, label=_label(side), **self._line(side))
+                axes.plot(range(1, len(shares) + 1), shares, **self._line(side))
             axes.set(xlabel=counted, ylabel=share, ylim=(0, 1.02))
             _whole_ticks(axes)
 
@@ -184,12 +173,8 @@ class Charts:
         def draw(axes: Any) -> None:
             for row in own:
                 some, side = row["acceptance"][field], side_of(row)
-                axes.plot(
-                    [places[one["end"]] for one in some],
-                    [one["tau"] for one in some],
-                    label=_label(side),
-                    **self._line(side),
-                )
+                at = [places[one["end"]] for one in some]
+                axes.plot(at, [one["tau"] for one in some], **self._line(side))
             names = [length_range(one) for _, one in ends]
             tilted = {"rotation": 30, "ha": "right"} if len(ends) > 4 else {}
             axes.set_xticks(range(len(ends)), names, **tilted)
@@ -209,14 +194,8 @@ class Charts:
                 counts, steps = row["acceptance"]["histogram"][1:], row["acceptance"]["num_steps"]
                 first = (number - (len(own) - 1) / 2) * width
                 places = [tokens + first for tokens in range(1, len(counts) + 1)]
-                axes.bar(
-                    places,
-                    [count / steps for count in counts],
-                    width,
-                    color=self._palette.color(side),
-                    hatch=self._palette.hatch(side),
-                    label=_label(side),
-                )
+                shares = [count / steps for count in counts]
+                axes.bar(places, shares, width, label=_label(side), **self._fill(side))
             axes.set(xlabel="tokens per verify step", ylabel="share of steps")
             _whole_ticks(axes)
 
@@ -232,14 +211,8 @@ class Charts:
             left = [0.0] * len(own)
             for number, part in enumerate(TIME_PARTS):
                 shares = [row["time_split"][part] for row in own]
-                axes.barh(
-                    range(len(own)),
-                    shares,
-                    left=left,
-                    label=part,
-                    height=0.7,
-                    color=drawn(f"part-{number}"),
-                )
+                color = drawn(f"part-{number}")
+                axes.barh(range(len(own)), shares, 0.7, left, label=part, color=color)
                 left = [before + share for before, share in zip(left, shares, strict=True)]
             axes.set_yticks(range(len(own)), [_label(side_of(row)) for row in own])
             axes.invert_yaxis()
@@ -248,25 +221,26 @@ class Charts:
         return _svg("where the time goes", draw, legend_columns=3) if own else ""
 
     def _line(self, side: Side) -> dict[str, Any]:
-        """How the line of a side is drawn."""
+        """How the line of a side is drawn, and what it is called."""
         return {
+            "label": _label(side),
             "color": self._palette.color(side),
             "linestyle": "--" if side.drafter == PLAIN else "-",
             "marker": self._palette.marker(side),
             "markersize": 5,
         }
 
+    def _fill(self, side: Side) -> dict[str, Any]:
+        """How the bars of a side are drawn."""
+        return {"color": self._palette.color(side), "hatch": self._palette.hatch(side)}
+
 
 def _by_side(rows: Sequence[Row]) -> list[tuple[Side, list[Row]]]:
     """Rows of every side by concurrency."""
-    sides = dict.fromkeys(side_of(row) for row in rows)
-    return [
-        (
-            side,
-            sorted((row for row in rows if side_of(row) == side), key=lambda r: r["concurrency"]),
-        )
-        for side in sides
-    ]
+    found: dict[Side, list[Row]] = {}
+    for row in rows:
+        found.setdefault(side_of(row), []).append(row)
+    return [(side, sorted(own, key=lambda row: row["concurrency"])) for side, own in found.items()]
 
 
 def _label(side: Side) -> str:
