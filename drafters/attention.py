@@ -21,13 +21,6 @@ def attention_like(
 ) -> AttentionBackend:
     """Attention of the target's kind for layers with ordinary heads.
 
-    Args:
-        verifier: the target.
-        num_heads, num_kv_heads, head_dim: of every layer.
-        windows: of each layer in tokens, None for full attention.
-        non_causal: blocks whose rows see each other in both directions are needed.
-        sinks: heads have a learned sink.
-
     Raises:
         BackendError: the target's attention backend cannot serve them.
     """

@@ -36,13 +36,7 @@ def find_folder(path: str | Path) -> Path:
 
 @contextmanager
 def called(folder: str | Path, path: str | Path, *, kind: str = "drafter") -> Iterator[None]:
-    """Makes messages about a folder name the checkpoint as the user did, not in a cache.
-
-    Args:
-        folder: where it lies.
-        path: as the user gave it.
-        kind: what it is, where a loader of targets reads it.
-    """
+    """Makes messages about a folder name the checkpoint as the user did, not in a cache."""
     try:
         yield
     except SpecDecError as error:

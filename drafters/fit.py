@@ -85,11 +85,7 @@ def read_fit(name: str, target: Any) -> Fit:
 
 
 def _draft_model(name: str, raw: Mapping[str, Any]) -> Fit:
-    """What a language model needs to draft; its tokens are seen when it is loaded.
-
-    Raises:
-        CheckpointError: its config describes no model.
-    """
+    """What a language model needs to draft; its tokens are seen when it is loaded."""
     for size in LIMITS:
         count(Keys([section(raw, "text_config"), raw]), size)
     try:

@@ -10,13 +10,7 @@ from specdec.model.core import AcceptOutput, DraftOutput
 
 
 def agreements(drafts: Mapping[int, DraftOutput], count: int, accept: AcceptOutput) -> Tensor:
-    """int64 [P, num_reqs], `agreement` of each of P drafters; 0 of those that did not draft.
-
-    Args:
-        drafts: point masses, by drafter.
-        count: P.
-        accept: of the step.
-    """
+    """int64 [P, num_reqs], `agreement` of each of P drafters; 0 of those that did not draft."""
     output, num_accepted = accept.token_ids, accept.num_accepted
     if KERNEL.runs_on(output.device):
         from drafters.composed.triton_forecasts import agree  # it imports Triton

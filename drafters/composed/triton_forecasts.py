@@ -172,16 +172,7 @@ def agree(
     output_ids: Tensor,
     num_accepted: Tensor,
 ) -> None:
-    """Writes to `agreed` int64 [num_reqs] what `drafters.composed.agreement.agreement` returns.
-
-    Args:
-        agreed: contiguous.
-        token_ids: int64 [num_reqs, N]; of a tree at most 64.
-        num_drafts: int64 [num_reqs], drafts that count; None means all.
-        tree: how they hang together, or None.
-        output_ids: int64 [num_reqs, n], of the target.
-        num_accepted: int64 [num_reqs]; one more token of the output counts.
-    """
+    """Writes to `agreed`, contiguous, what `drafters.composed.agreement.agreement` returns."""
     (num_reqs, drafts), output = token_ids.shape, output_ids.shape[1]
     of_tree = (
         (None, None) if tree is None else (tree.depths.contiguous(), tree.ancestors.contiguous())
@@ -204,16 +195,7 @@ def agree(
 def correct(
     forecasts: Tensor, sums: Tensor, *, buckets: int, per_doubling: int, prior: float, least: float
 ) -> tuple[Tensor, Tensor]:
-    """Forecasts put right, and logarithms of their ratios, at most 0; float32 [P, num_reqs].
-
-    Args:
-        forecasts: float32 [P, num_reqs], contiguous.
-        sums: float32 [2, P * buckets], errors and observations.
-        buckets: which forecasts are alike; the last has all that are larger.
-        per_doubling: of them in which one more than the forecast doubles.
-        prior: observations that a forecast itself counts as.
-        least: forecasts, and their ratios, count as no less.
-    """
+    """Contiguous forecasts put right, and logs of ratios, at most 0; float32 [P, num_reqs]."""
     parts, num_reqs = forecasts.shape
     corrected, shifts = torch.empty_like(forecasts), torch.empty_like(forecasts)
     with on_device(forecasts):
@@ -247,18 +229,7 @@ def observe(
     per_doubling: int,
     keep: float,
 ) -> None:
-    """Takes a step into `sums`, see `correct`; `best` takes the first part that agrees most.
-
-    Args:
-        sums: updated.
-        forecasts, corrected: float32 [P, num_reqs], contiguous, before and after `correct`.
-        agreed: int64 [P, num_reqs], contiguous, see `agree`.
-        num_accepted: int64 [num_reqs].
-        counts: float32 [num_reqs], 1 for each request that is to count, and 0.
-        best: int64 [num_reqs], or None.
-        buckets, per_doubling: see `correct`.
-        keep: weight that an observation leaves to those before.
-    """
+    """Takes a step, all contiguous, into `sums`; `best` takes the first part that agrees most."""
     parts, num_reqs = forecasts.shape
     with on_device(sums):
         _observe_kernel[(1,)](

@@ -27,13 +27,7 @@ from specdec.sampling.trees.trees import best_first
 
 
 class TokenByToken(BoundDrafter):
-    """A network over the paged cache of one engine. A subclass runs a step's first forward.
-
-    Args:
-        network: proposes tokens.
-        caches: one per entry of its `kv_specs`.
-        draft_sampling: how drafts are drawn.
-    """
+    """A network over the paged cache of one engine. A subclass runs a step's first forward."""
 
     def __init__(
         self, network: SequentialNetwork, caches: Sequence[Any], draft_sampling: DraftSampling

@@ -104,10 +104,6 @@ class BoundSuffix(BoundDrafter):
     that serves the drafts as well.
 
     A request's output goes to the pool when the next one gets its slot.
-
-    Args:
-        drafter: how to look.
-        history: int32 [max_num_seqs, positions], taken over.
     """
 
     has_expected_accepted = True

@@ -9,10 +9,6 @@ from drafters.suffix.matches import NOTHING
 class TextPool:
     """A ring of texts with `NOTHING` between them. The oldest tokens make room for new ones.
 
-    Args:
-        size: tokens held, those between texts included.
-        device: where.
-
     Attributes:
         tokens: int32 [size + 1], the last of them always `NOTHING`.
     """

@@ -152,12 +152,7 @@ def _answers(
     prompts: list[TrainingPrompt],
     temperatures: tuple[float, ...],
 ) -> Answers:
-    """What the target says to each prompt.
-
-    Raises:
-        InvalidInputError: a prompt does not fit the target.
-        SpecDecError: there is no answer with an anchor and a draft.
-    """
+    """What the target says to each prompt."""
     from drafters.training.data.dataset import Answer
     from drafters.training.data.own import tokenized
 

@@ -201,11 +201,7 @@ def choose_mask_token(asked: int | None, tokenizer: Any, verifier: Any) -> int:
 
 
 def _check_taps(taps: Sequence[int], verifier: Any) -> None:
-    """The last layer is no tap either: not every checkpoint layout can name it.
-
-    Raises:
-        InvalidInputError: a tap is no layer, or is named twice.
-    """
+    """The last layer is no tap either: not every checkpoint layout can name it."""
     if min(taps) < 0 or max(taps) > verifier.num_layers - 2 or len(set(taps)) < len(taps):
         raise InvalidInputError(
             f"taps {list(taps)} are not different layers before the last of {verifier.name}, which"

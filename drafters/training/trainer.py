@@ -401,11 +401,7 @@ class Trainer:
             save_state(self._folder, state)
 
     def _resume(self, state: dict[str, Any]) -> None:
-        """Takes over a saved state.
-
-        Raises:
-            InvalidInputError: it belongs to other settings, drafters or answers.
-        """
+        """Takes over a saved state."""
         now, then = self._identity(), state["identity"]
         changed = sorted(name for name in now if not alike(name, now[name], then.get(name)))
         if changed:

@@ -104,11 +104,7 @@ def write_checkpoint(
 
 
 def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
-    """The row [H] in place of the embedding of the mask token: alone, or in a dictionary.
-
-    Raises:
-        CheckpointError: another kind of content, or the row of another token.
-    """
+    """The row [H] in place of the embedding of the mask token: alone, or in a dictionary."""
     content = read_pickle(file)
     if isinstance(content, Mapping):
         token = content.get("mask_token_id", config.mask_token_id)

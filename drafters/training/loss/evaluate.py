@@ -120,12 +120,6 @@ def replay(
 
     One difference to a live run remains: that one drafts fewer tokens in the last step of an answer
     that the token limit cuts, and a block with fewer rows may draft otherwise.
-
-    Args:
-        model: the drafter, on the target's device and in its type.
-        target: the target.
-        answers: held-out answers.
-        config: how much runs at once.
     """
     flex = use_flex(config.mask_path, target.device)
     anchors, num_rows = config.anchors, model.config.max_draft_tokens

@@ -60,16 +60,7 @@ def memory_of(
     world: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Memory:
-    """What a step takes of the fullest process.
-
-    Args:
-        shape: the drafter.
-        config: the run.
-        target_bytes: of the target's weights as they are stored.
-        length: tokens of a sequence, padding included.
-        world: processes.
-        dtype: of the drafter's forward.
-    """
+    """What a step takes of the fullest process."""
     with shapes_alone():
         model = DFlashModel(shape).to(dtype)
     shapes = tensor_shapes(shape)

@@ -91,12 +91,7 @@ class Packing:
         return x.flatten(0, 1).index_select(0, self.homes)
 
     def index(self, lengths: Tensor, width: int) -> Tensor:
-        """int64 [S, width], of each sequence's tokens among the R * L, and R * L behind its end.
-
-        Args:
-            lengths: int64 [S], at most `width`.
-            width: positions.
-        """
+        """int64 [S, width], of each sequence's tokens among the R * L, and R * L behind its end."""
         positions = torch.arange(width, device=lengths.device)
         index = self.places[:, None] + positions
         return index.masked_fill(positions >= lengths[:, None], len(self.slots) * self.length)
