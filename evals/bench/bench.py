@@ -176,6 +176,8 @@ class Bench:
         for side in sides:
             if side.peer:
                 continue
+            if choice := side.decoder.engine.planner.choice:
+                side.choice = choice.estimates()
             if config.behind_hits:
                 side.hits = run(side, "behind hits", hits=True)
                 side.decoder.engine.scheduler.prefix.enabled = False

@@ -28,6 +28,7 @@ class Side:
         passes: the timed ones.
         hits: the pass behind prefix-cache hits, where it was asked for.
         time_split: see `evals.speed.time_split`.
+        choice: what shapes of steps were chosen by, see `BlockChoice.estimates`.
     """
 
     drafter: str
@@ -36,6 +37,7 @@ class Side:
     passes: list[Pass] = field(default_factory=list)
     hits: Pass | None = None
     time_split: dict[str, float] | None = None
+    choice: list[dict[str, Any]] | None = None
 
     @property
     def speed(self) -> Speed:
@@ -79,5 +81,6 @@ class Side:
             "latency": answers.latency(self.passes),
             "differing_answers": differing,
             "time_split": self.time_split,
+            "choice": self.choice,
             "behind_hits": self.hits and answers.behind_hits(self.hits.answers, first),
         }

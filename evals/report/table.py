@@ -14,6 +14,9 @@ from specdec.cli.summary import counted
 MAX_SHOWN = 10
 """Differing samples that are listed one by one."""
 
+FASTEST = 5
+"""Shapes that are shown of what was chosen among."""
+
 
 def format_report(report: Report) -> str:
     """The report as text."""
@@ -42,7 +45,7 @@ def shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Shapes of sides with trees or chosen shapes, and which drafts of a
     tree were accepted.
     """
-    shapes, ranks, parts = [], [], []
+    shapes, choices, ranks, parts = [], [], [], []
     for row in rows:
         title = part_title(
             row["prompt_set"], row["temperature"], row["concurrency"], row["drafter"], row["k"]
@@ -50,11 +53,19 @@ def shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
         # reports of before trees have none
         if str(row["k"]).startswith("auto") and "steps_by_shape" in row["acceptance"]:
             shapes.append((f"  {title}:", steps_of_shapes(row["acceptance"]["steps_by_shape"])))
+            choices += [(f"  {title}:", line) for line in _choice(row.get("choice") or [])]
         if row["acceptance"] and row["acceptance"].get("share_by_rank"):
             ranks.append((f"  {title}:", _shares(row["acceptance"]["share_by_rank"])))
         if row["acceptance"] and len(by_part := row["acceptance"].get("by_part", [])) > 1:
             parts.append((f"  {title}:", _by_part(row["drafter"], by_part)))
     lines = ["", "drafts chosen step by step:", *align(shapes, left=(0, 1))] if shapes else []
+    if choices:
+        lines += [
+            "",
+            "what they were chosen by, the fastest first: milliseconds of a step (~: estimated), and"
+            " its tokens of a request:",
+            *align(choices, left=(0, 1)),
+        ]
     if ranks:
         lines += [
             "",
@@ -211,6 +222,22 @@ def steps_of_shapes(steps: Mapping[str, int]) -> str:
     '7 in 1 step, tree 15 in 300 steps'
     """
     return ", ".join(f"{shape} in {counted(count, 'step')}" for shape, count in steps.items())
+
+
+def _choice(estimates: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fastest shapes of each situation, see `BlockChoice.estimates`.
+
+    >>> case = {"requests": 8, "sampled": True, "expected": 0, "milliseconds": 2.5, "tokens": 3.0}
+    >>> _choice([case | {"shape": "tree 7", "measured": True}])
+    ['8 sampled: tree 7 2.50 ms 3.00']
+    """
+    lines = dict[str, list[str]]()
+    for one in estimates:
+        where = f"{one['requests']}{' sampled' * one['sampled']}"
+        where += f", {one['expected']} expected" * bool(one["expected"])
+        took = f"{'' if one['measured'] else '~'}{one['milliseconds']:.2f} ms"
+        lines.setdefault(where, []).append(f"{one['shape']} {took} {one['tokens']:.2f}")
+    return [f"{where}: {', '.join(shapes[:FASTEST])}" for where, shapes in lines.items()]
 
 
 def _by_part(drafter: str, by_part: Sequence[Sequence[float]]) -> str:

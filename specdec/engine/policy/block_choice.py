@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import log2
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
@@ -256,6 +256,26 @@ class BlockChoice:
             run.steps += 1  # it waits for one step alone
         self._at_stake = max(0.0, loss) * afforded
         return run.shape if afforded else BlockShape(0)
+
+    def estimates(self) -> list[dict[str, Any]]:
+        """What the choice goes by, the fastest shapes of a situation first: `requests` of the
+        batch, whether it is `sampled`, `expected` drafts of a drafter that tells, `shape`,
+        `milliseconds` of a step and whether they are `measured`, `tokens` that it gives a request,
+        and `tokens_per_second` of the batch.
+        """
+        found = []
+        for here, times in self._times.items():
+            acceptance = self._acceptance_in(here)
+            for shape, seconds in self._seconds(here).items():
+                tokens = acceptance.expected_tokens(shape)
+                one = {"requests": here.num_reqs, "sampled": here.sampled}
+                one |= {"expected": 2**here.expected_accepted - 1, "shape": str(shape)}
+                one |= {"milliseconds": 1000 * seconds, "measured": shape in times.measured()}
+                speed = here.num_reqs * tokens / seconds
+                found.append(one | {"tokens": tokens, "tokens_per_second": speed})
+        return sorted(
+            found, key=lambda one: (*list(one.values())[:3], -float(one["tokens_per_second"]))
+        )
 
     def put_off(self) -> None:
         """The step that was chosen last has no drafts, and so loses nothing; it is due again."""
