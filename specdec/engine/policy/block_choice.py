@@ -452,13 +452,14 @@ class BlockChoice:
                 if there.sampled == here.sampled
                 for shape, took in one.measured().items()
             }
-            steps = {
-                shape: StepSize(here.num_reqs, shape, self._forward_for_each).estimate(known)
-                for shape in self._shapes(here, known)
-            }
-            estimated = self._estimates[here] = {
-                shape: took for shape, took in steps.items() if took is not None
-            }
+            estimated = self._estimates[here] = {}
+            least = {True: 0.0, False: 0.0}  # of trees and chains: that of fewer drafts
+            for shape in sorted(self._shapes(here, known)):
+                size = StepSize(here.num_reqs, shape, self._forward_for_each)
+                if (took := size.estimate(known)) is not None:
+                    if not shape.budget:
+                        took = least[shape.is_tree] = max(took, least[shape.is_tree])
+                    estimated[shape] = took
         return {
             shape: max(took, 1e-9) for shape, took in sorted((estimated | times.measured()).items())
         }
