@@ -62,8 +62,8 @@ def shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
     if choices:
         lines += [
             "",
-            "what they were chosen by, the fastest first: milliseconds of a step (~: estimated), and"
-            " its tokens of a request:",
+            "what they were chosen by, the fastest first: milliseconds of a step (~ is an estimate)"
+            " and its tokens of a request:",
             *align(choices, left=(0, 1)),
         ]
     if ranks:

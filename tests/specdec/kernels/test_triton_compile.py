@@ -50,7 +50,7 @@ def assert_rows_before_flags(assembly: str) -> None:
 
 def chosen(target: Target) -> Iterator[tuple[str, Any]]:
     """What is compiled for a target: of a kernel's shapes NVIDIA's have the first and AMD's the
-    last. `tests.checks.compile` has all.
+    last. `tests.checks.amd_tables` has all of AMD's.
     """
     found = list(kernels(target, every_shape=False))
     one_each = {kernel.name: title for title, kernel in found}
