@@ -177,7 +177,7 @@ class Bench:
             if side.peer:
                 continue
             if choice := side.decoder.engine.planner.choice:
-                side.choice = choice.estimates()
+                side.choice = [one._asdict() for one in choice.estimates()]
             if config.behind_hits:
                 side.hits = run(side, "behind hits", hits=True)
                 side.decoder.engine.scheduler.prefix.enabled = False

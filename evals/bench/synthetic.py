@@ -30,7 +30,7 @@ from evals.peers.vllm_steps import VllmSteps, library_for
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import write_text
-from specdec.engine.policy.block_choice import tree_shape
+from specdec.engine.policy.shapes import tree_shape
 from specdec.model.core import Drafter, Verifier
 
 Survival = tuple[tuple[float, ...], ...]

@@ -21,14 +21,14 @@ from specdec.engine.capture.captured import capture_steps
 from specdec.engine.capture.graph_check import check_captured_step
 from specdec.engine.capture.prefill_graphs import max_prefill_rows
 from specdec.engine.memory import plan_cache
-from specdec.engine.policy.block_choice import (
+from specdec.engine.policy.budget import VerifyBudget
+from specdec.engine.policy.shapes import (
     MAX_TREE_ROWS,
     checked_draft_tokens,
     shapes,
     shared_shapes,
     tree_shape,
 )
-from specdec.engine.policy.budget import VerifyBudget
 from specdec.engine.policy.timing import StepTimer
 from specdec.engine.requests.prefix import PrefixCache
 from specdec.engine.requests.scheduler import Scheduler

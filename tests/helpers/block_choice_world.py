@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.policy.block_choice import BlockChoice, shapes
+from specdec.engine.policy.block_choice import BlockChoice
+from specdec.engine.policy.shapes import shapes
 
 Time = Callable[[int, int], float]
 """Of a step, by requests and k."""

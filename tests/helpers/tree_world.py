@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from specdec.base.blocks import MAX_NODES, BlockShape
-from specdec.engine.policy.block_choice import BlockChoice, shapes
+from specdec.engine.policy.block_choice import BlockChoice
 from specdec.engine.policy.draft_acceptance import Path
+from specdec.engine.policy.shapes import shapes
 from tests.helpers.block_choice_world import in_mood
 from tests.helpers.tree_oracle import Node, heap_tree
 

@@ -28,7 +28,7 @@ from specdec.device import self_check
 from specdec.engine.capture.buckets import batches, lengths
 from specdec.engine.engine import SpecEngine
 from specdec.engine.launch import Launch
-from specdec.engine.policy.block_choice import ladder, may_have
+from specdec.engine.policy.shapes import ladder, may_have
 from specdec.engine.requests.request import Request
 from specdec.engine.requests.scheduler import Chunk
 from specdec.engine.selection import Selection

@@ -21,14 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import log2
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 from specdec.base.blocks import BlockShape
-from specdec.base.errors import InvalidInputError
 from specdec.engine.capture.buckets import batch_bucket
 from specdec.engine.policy.draft_acceptance import FIRST_GUESS, BlockAcceptance, Path
+from specdec.engine.policy.shapes import may_have
 from specdec.engine.policy.step_times import ENOUGH, StepSize, StepTimes
-from specdec.model.core import Drafter
 
 PROBING = 0.008
 """Share of the time that may go into measuring shapes that are not the best."""
@@ -40,15 +39,6 @@ against plain decoding.
 LOST = 0.008
 """Share of the time that drafts may lose on and on, and of the window at once."""
 
-MAX_TREE_ROWS = 2048
-"""Rows of all requests of a step up to which their drafts may form trees. With 256 requests trees
-of 7 are the embedded model's fastest shape on an H100; larger ones take long to capture.
-"""
-
-MIN_SHARED = 8
-"""Requests from which on a step may share out rows: among few there is little to choose from."""
-
-_LENGTHS = (0, 1, 3, 7, 15, 31, 63)
 # drafts tried first, in a tree or without: many that are wrong cost much, and few tell little
 _FIRST_TREE, _FEW = 7, 3
 # of so many requests they are then looked at, over as many steps as that takes
@@ -62,83 +52,6 @@ _STEADY = 4  # steps before the choice is looked at again
 _CLEARLY = 1.03
 _PLAINLY = 1.01  # the same of plain decoding, to which little should be lost
 _MIN_COST = 0.02  # of a step, for measuring one that seems to cost nothing
-
-
-def checked_draft_tokens(asked: int | Literal["auto"] | None, drafter: Drafter | None) -> int:
-    """Most drafts per step: what is asked for, or the drafter's own number, which is the largest
-    where the engine chooses.
-
-    Raises:
-        InvalidInputError: the drafter cannot give that many.
-    """
-    most = drafter.max_draft_tokens if drafter else 0
-    if asked is None and drafter:
-        return drafter.usual_draft_tokens or most
-    if asked is None or asked == "auto":
-        return most
-    if asked > most:
-        way_out = (
-            f"choose 1 to {most}, or 0 for plain decoding"
-            if drafter
-            else "name a drafter, or leave it out"
-        )
-        raise InvalidInputError(
-            f"num_draft_tokens is {asked} and the drafter gives at most {most}; {way_out}"
-        )
-    return asked
-
-
-def ladder(most: int) -> tuple[int, ...]:
-    """Values of k worth telling apart. With the anchor, most of them fill the tiles that kernels
-    work in.
-
-    >>> ladder(15), ladder(8), ladder(1), ladder(0)
-    ((0, 1, 3, 7, 15), (0, 1, 3, 7, 8), (0, 1), (0,))
-    """
-    return (*(k for k in _LENGTHS if k < most), most)
-
-
-def tree_shape(drafts: int, most: int, *, forward_for_each: bool = False) -> BlockShape:
-    """A tree of so many drafts for up to `most` positions; a flat one where each takes a forward.
-
-    >>> [tree_shape(n, 7, forward_for_each=True).depth for n in (1, 3, 7, 15, 31, 63)]
-    [1, 2, 4, 6, 7, 7]
-    """
-    flat = max(1, 2 * drafts.bit_length() - 2)
-    return BlockShape(drafts, min(most, flat if forward_for_each else drafts))
-
-
-def shapes(most: int, *, trees: int, forward_for_each: bool = False) -> tuple[BlockShape, ...]:
-    """Shapes worth telling apart: chains of up to `most` drafts, trees of up to `trees` drafts.
-
-    >>> [str(shape) for shape in shapes(3, trees=31)]
-    ['0', '1', '3', 'tree 3', 'tree 7', 'tree 15', 'tree 31']
-    """
-    drafts = (n for n in _LENGTHS if 1 < n <= trees and most)
-    made = (tree_shape(n, most, forward_for_each=forward_for_each) for n in drafts)
-    return (*map(BlockShape, ladder(most)), *made)
-
-
-def shared_shapes(most: int, *, trees: bool, forward_for_each: bool = False) -> list[BlockShape]:
-    """Shapes with a budget: larger blocks than those that are worth verifying whole.
-
-    >>> [str(shape) for shape in shared_shapes(9, trees=False)]
-    ['1 of 7', '2 of 7', '3 of 7', '5 of 9']
-    """
-    made = []
-    for drafts, budget in ((7, 1.0), (7, 2.0), (7, 3.0), (15, 5.0)):
-        whole = BlockShape(min(drafts, most))
-        if trees:
-            whole = tree_shape(drafts, most, forward_for_each=forward_for_each)
-        made += [whole._replace(budget=budget)] if budget < whole.drafts else []
-    return made
-
-
-def may_have(shape: BlockShape, num_reqs: int) -> bool:
-    """Whether steps of so many requests may have a shape that is chosen."""
-    if shape.budget:
-        return num_reqs >= MIN_SHARED
-    return not shape.is_tree or num_reqs * shape.rows <= MAX_TREE_ROWS
 
 
 class Situation(NamedTuple):
@@ -166,6 +79,30 @@ class Situation(NamedTuple):
         accepted on average.
         """
         return 1 - 1 / (1.5 * 2**self.expected_accepted) if self.expected_accepted else FIRST_GUESS
+
+
+class Estimate(NamedTuple):
+    """How fast steps of a shape are, as far as a choice knows.
+
+    Attributes:
+        requests: of the batch.
+        sampled: any of them samples.
+        expected: drafts that a drafter expects to be accepted, where it tells.
+        shape: of the blocks.
+        milliseconds: of a step.
+        measured: they are; else they are estimated from other steps.
+        tokens: that a step gives a request.
+        tokens_per_second: of the batch.
+    """
+
+    requests: int
+    sampled: bool
+    expected: int
+    shape: str
+    milliseconds: float
+    measured: bool
+    tokens: float
+    tokens_per_second: float
 
 
 @dataclass(slots=True)
@@ -257,25 +194,17 @@ class BlockChoice:
         self._at_stake = max(0.0, loss) * afforded
         return run.shape if afforded else BlockShape(0)
 
-    def estimates(self) -> list[dict[str, Any]]:
-        """What the choice goes by, the fastest shapes of a situation first: `requests` of the
-        batch, whether it is `sampled`, `expected` drafts of a drafter that tells, `shape`,
-        `milliseconds` of a step and whether they are `measured`, `tokens` that it gives a request,
-        and `tokens_per_second` of the batch.
-        """
+    def estimates(self) -> list[Estimate]:
+        """What the choice goes by, the fastest shapes of a situation first."""
         found = []
         for here, times in self._times.items():
-            acceptance = self._acceptance_in(here)
+            acceptance, measured = self._acceptance_in(here), times.measured()
             for shape, seconds in self._seconds(here).items():
                 tokens = acceptance.expected_tokens(shape)
-                one = {"requests": here.num_reqs, "sampled": here.sampled}
-                one |= {"expected": 2**here.expected_accepted - 1, "shape": str(shape)}
-                one |= {"milliseconds": 1000 * seconds, "measured": shape in times.measured()}
-                speed = here.num_reqs * tokens / seconds
-                found.append(one | {"tokens": tokens, "tokens_per_second": speed})
-        return sorted(
-            found, key=lambda one: (*list(one.values())[:3], -float(one["tokens_per_second"]))
-        )
+                expected, speed = 2**here.expected_accepted - 1, here.num_reqs * tokens / seconds
+                step = str(shape), 1000 * seconds, shape in measured, tokens, speed
+                found.append(Estimate(here.num_reqs, here.sampled, expected, *step))
+        return sorted(found, key=lambda one: (*one[:3], -one.tokens_per_second))
 
     def put_off(self) -> None:
         """The step that was chosen last has no drafts, and so loses nothing; it is due again."""

@@ -5,8 +5,9 @@ from functools import partial
 
 from specdec.base.blocks import BlockShape
 from specdec.engine.launch import Launch
-from specdec.engine.policy.block_choice import BlockChoice, ladder
+from specdec.engine.policy.block_choice import BlockChoice
 from specdec.engine.policy.limits import DraftLimits
+from specdec.engine.policy.shapes import ladder
 from specdec.engine.requests.outcome import Outcome
 from specdec.engine.requests.scheduler import Scheduler
 from specdec.engine.requests.second_try import SecondTries

@@ -9,8 +9,9 @@ from statistics import mean
 import pytest
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.policy.block_choice import BlockChoice, shapes
+from specdec.engine.policy.block_choice import BlockChoice
 from specdec.engine.policy.draft_acceptance import BlockAcceptance, Path
+from specdec.engine.policy.shapes import shapes
 from tests.helpers.recorded_world import MOST, Place, Replay, recorded
 
 SHAPES = shapes(MOST, trees=63)

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.policy.block_choice import MAX_TREE_ROWS
 from specdec.engine.policy.draft_acceptance import BlockAcceptance, Path
+from specdec.engine.policy.shapes import MAX_TREE_ROWS
 from tests.helpers.block_choice_world import decode
 from tests.helpers.tree_world import MOST, TreeLength, TreeWorld
 

@@ -8,8 +8,9 @@ import pytest
 
 from specdec.base.blocks import BlockShape
 from specdec.engine.capture.buckets import BATCH_SIZES
-from specdec.engine.policy.block_choice import BlockChoice, ladder, shapes, shared_shapes
+from specdec.engine.policy.block_choice import BlockChoice
 from specdec.engine.policy.draft_acceptance import Path
+from specdec.engine.policy.shapes import ladder, shapes, shared_shapes
 from specdec.engine.policy.step_times import StepSize, StepTimes
 from tests.helpers.block_choice_world import ChainLength
 
@@ -169,6 +170,19 @@ def test_what_is_not_measured_is_estimated_from_what_is() -> None:
     plain = StepSize(2, BlockShape(0))
     assert plain.estimate({StepSize(1, BlockShape(0)): 1.0, StepSize(4, BlockShape(0)): 2.0}) == 1.0
     assert plain.estimate({StepSize(4, BlockShape(1)): 2.0}) == 2.0
+
+
+def test_more_drafts_are_not_expected_to_take_less_time() -> None:
+    """Of a chain as of a tree, wherever a measured tree says how long a shorter chain takes."""
+    choice = BlockChoice(shapes(15, trees=63), likeliest_first=True)
+    for shape, seconds in ((BlockShape(0), 0.007), (BlockShape(7, 7), 0.048)):
+        for _ in range(5):
+            choice.observe(2, shape, [0, 0], seconds)
+    found = {one.shape: one.milliseconds for one in choice.estimates()}
+    chains, trees = [0, 1, 3, 7, 15], [3, 7, 15]
+    assert [found[str(k)] for k in chains] == sorted(found[str(k)] for k in chains)
+    assert [found[f"tree {k}"] for k in trees] == sorted(found[f"tree {k}"] for k in trees)
+    assert found["15"] >= found["7"] > 30
 
 
 def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:

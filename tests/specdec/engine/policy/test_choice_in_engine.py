@@ -15,7 +15,8 @@ from specdec.base.metrics import AcceptanceStats, pooled
 from specdec.cli import generate as generate_command
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
-from specdec.engine.policy.block_choice import BlockChoice, ladder, shapes
+from specdec.engine.policy.block_choice import BlockChoice
+from specdec.engine.policy.shapes import ladder, shapes
 from specdec.engine.requests.request import Request
 from specdec.model.batch import DecodeBatch, ForwardInput
 from specdec.model.core import Drafter, DraftOutput, Verifier, VerifyOutput
@@ -277,6 +278,11 @@ def test_engine_adapts(
     engine.timer.reset()
     requests = case.run(engine, case.prompts[:1])
     assert engine.timer.steps_by_shape.most_common(1)[0][0] == BlockShape(mostly)
+    assert engine.planner.choice is not None
+    fastest, *others = engine.planner.choice.estimates()
+    assert fastest.shape == str(mostly) and fastest.measured and fastest.requests == 1
+    assert fastest.tokens_per_second == pytest.approx(fastest.tokens / fastest.milliseconds * 1000)
+    assert len(others) == len(engine.planner.shapes) - 1
     assert (
         sum(engine.timer.steps_by_shape.values())
         == engine.timer.num_steps
