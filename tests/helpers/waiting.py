@@ -17,6 +17,9 @@ T = TypeVar("T")
 HANG = 600.0
 """Seconds after which something hangs: far more than any machine needs."""
 
+PAUSE = 0.05
+"""Seconds that who asks again and again leaves to others; nothing is decided by it."""
+
 
 def wait_until(done: Callable[[], object], what: str = "nothing") -> None:
     """Waits until `done` is true, which another thread or process brings about."""

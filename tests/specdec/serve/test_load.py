@@ -14,7 +14,7 @@ import httpx
 from specdec.session.decoder import SpecDecoder
 from specdec.session.handle import Handle
 from tests.helpers.live_server import Live, live_server, tiny_decoder
-from tests.helpers.waiting import Gate, wait_until
+from tests.helpers.waiting import HANG, Gate, wait_until
 
 CLIENTS, REQUESTS, MAX_QUEUE = 24, 2, 8
 
@@ -45,7 +45,7 @@ async def ask(client: httpx.AsyncClient, case: Case, rng: random.Random) -> str:
     if rng.random() < 0.5:
         try:
             answer = await client.post(
-                "/v1/completions", json=body, timeout=rng.random() / 2 if leave_at else 300
+                "/v1/completions", json=body, timeout=rng.random() / 2 if leave_at else HANG
             )
         except httpx.TimeoutException:
             return "left"
@@ -83,7 +83,7 @@ async def load(live: Live, cases: list[Case], gate: Gate) -> Counter[str]:
             if outcomes["busy"]:
                 gate.open()
 
-    async with httpx.AsyncClient(base_url=live.url, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=live.url, timeout=HANG) as client:
         await asyncio.gather(*(one(client, number) for number in range(CLIENTS)))
     return outcomes
 

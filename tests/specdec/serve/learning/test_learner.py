@@ -22,7 +22,7 @@ from specdec.session.link.link import Ended
 from tests.drafters.training.learning.kept import OPTIONS, prompts, write_kept, write_untrained
 from tests.drafters.training.toy import write_target
 from tests.helpers.live_server import Live, live_server
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import PAUSE, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +113,7 @@ def test_tau_rises_and_answers_stay(world: Path, tmp_path: Path) -> None:
         ended, wrong, asked = threading.Event(), list[Any](), [0]
 
         def client() -> None:
-            while not ended.wait(0.05):  # the training has its turns as well
+            while not ended.wait(PAUSE):  # the training has its turns as well
                 got = ask(live, FRESH[0], store=False)["choices"][0]["token_ids"]
                 asked[0] += 1
                 if got != expected[0]:
