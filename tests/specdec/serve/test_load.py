@@ -108,5 +108,6 @@ def test_many_clients_that_come_and_leave() -> None:
     cases = make_cases(tiny_decoder())
     with live_server(tiny_decoder(max_num_seqs=16), max_queue=MAX_QUEUE) as live:
         outcomes = asyncio.run(load(live, cases, Gate(live.decoder.engine)))
-        assert what_leaks(live) == {}
+        # an answer's end is told a moment before who sent it lets go of it
+        wait_until(lambda: not what_leaks(live), "what is left behind")
     assert outcomes["answered"] and outcomes["left"] and outcomes["busy"], outcomes
