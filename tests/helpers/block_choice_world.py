@@ -50,14 +50,23 @@ class Place(Protocol):
 
 
 class ChainLength:
-    """A `BlockChoice` that chooses among chains, each named by its number of drafts."""
+    """A `BlockChoice` that chooses among chains, each named by its number of drafts.
 
-    def __init__(self, most: int) -> None:
+    Args:
+        most: drafts.
+        steps: behind which a whole batch of requests takes the place of the one before; 0 for
+            texts without an end.
+    """
+
+    def __init__(self, most: int, steps: int = 0) -> None:
         self.choice = BlockChoice(shapes(most, trees=0))
+        self._steps, self._number = steps, 0
         self.arms = tuple(shape.drafts for shape in self.choice.arms)
 
     def choose(self, num_reqs: int) -> int:
-        return self.choice.choose(num_reqs).drafts
+        anew = self._steps > 0 and self._number % self._steps == 0
+        self._number += 1
+        return self.choice.choose(num_reqs, fresh=num_reqs * anew).drafts
 
     def observe(
         self, num_reqs: int, k: int, accepted: Sequence[int], seconds: float | None

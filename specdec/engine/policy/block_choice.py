@@ -11,10 +11,12 @@ all shapes that its drafts contain. Some drafters tell what to expect before the
 that copy do (`BoundDrafter.expected_accepted`). Steps that expect more are then another kind of
 steps: a sure copy gets a long block, and a text that repeats nothing gets none. A time that has not
 been measured lies between those of steps that must be shorter and steps that must be longer, so a
-batch of a new size begins with what others have shown. What is slower is tried again now and then,
-within a share of the time. Whatever is tried, an account of what it lost against plain decoding
-bounds what is lost over any few seconds. What is output does not depend on the choice, except that
-probabilistic drafts draw other random tokens of the same distribution.
+batch of a new size begins with what others have shown. Once as many requests have come as a batch
+has, what earlier texts have accepted counts little, and drafts that did not pay are tried. What is
+slower is tried again now and then, within a share of the time. Whatever is tried, an account of
+what it lost against plain decoding bounds what is lost over any few seconds. What is output does
+not depend on the choice, except that probabilistic drafts draw other random tokens of the same
+distribution.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -159,6 +161,7 @@ class BlockChoice:
         self._at_work: dict[Situation, BlockShape] = {}  # what was found best
         self._runs: dict[Situation, Run] = {}  # by what is expected, of the batch at work
         self._debt = 0.0  # seconds that were lost lately
+        self._news = 0.0  # batches of requests that have come since drafts were verified
         self._at_stake = 0.0  # what the step that was chosen last may lose
         self._losses: dict[tuple[Situation, BlockShape], float] = {}  # of a step, to plain ones
 
@@ -168,6 +171,7 @@ class BlockChoice:
         *,
         sampled: bool = False,
         expected_accepted: float = 0.0,
+        fresh: int = 0,
         ready: Callable[[], Callable[[BlockShape], bool]] | None = None,
     ) -> BlockShape:
         """The shape of the next step's blocks.
@@ -177,10 +181,13 @@ class BlockChoice:
             sampled: any of them samples.
             expected_accepted: drafts that are expected to be accepted of a request, see
                 `BoundDrafter.expected_accepted`.
+            fresh: how many of the requests were not in the batch before. Once a whole batch has
+                come anew, drafts that did not pay are tried again: its texts are others.
             ready: gives, when the choice is looked at again, what tells whether a step may have a
                 shape; None allows all.
         """
         here = Situation.of(num_reqs, sampled, expected_accepted)
+        self._news += fresh / num_reqs
         run = self._runs.get(here)
         if run is None or not self._goes_on(run):
             run = self._next_run(here, ready() if ready else lambda shape: True)
@@ -334,6 +341,9 @@ class BlockChoice:
             if seconds.get(first, 0.0) > _DEAR * seconds[BlockShape(0)]:
                 first = self._first(here, _FEW, may)
             return Run(here, first, max(1, steps - ENOUGH - 1))
+        if news := self._news >= 1:
+            self._news = 0.0
+            acceptance.fade()
         tokens = {shape: acceptance.expected_tokens(shape) for shape in seconds}
         pace = {shape: took / tokens[shape] for shape, took in seconds.items()}
         fastest = min(pace, key=pace.__getitem__)
@@ -342,6 +352,10 @@ class BlockChoice:
         if at_work not in pace or pace[at_work] > clearly * pace[fastest]:
             at_work = fastest
         self._at_work[here] = at_work
+        if news:
+            drafted = [shape for shape in seconds if shape.drafts]
+            if drafted and not at_work.drafts:
+                return Run(here, min(drafted, key=pace.__getitem__), ENOUGH)
         if at_work in times.measured():
             # What measuring each of the others would cost.
             costs = {

@@ -15,6 +15,9 @@ MEMORY = 64
 about it.
 """
 
+OTHERS = 2.0
+"""Observations that those of earlier texts count for, once all requests of a batch are others."""
+
 _LATE = 8  # the same, of what tells whether acceptance has changed
 FIRST_GUESS = 0.9
 """Acceptance of the first position before anything is known; high, so that drafting is tried."""
@@ -55,6 +58,12 @@ class _Position:
         variance = 1 + self._late_reached * rate * (1 - rate) * (1 + self._late_reached / reached)
         return (self._late_accepted - rate * self._late_reached) ** 2 > _CHANGE**2 * variance
 
+    def fade(self) -> None:
+        """Counts for few observations: the texts are others."""
+        share = min(1.0, OTHERS / max(self.reached, 1e-9))
+        self.reached, self.accepted = self.reached * share, self.accepted * share
+        self._late_reached = self._late_accepted = 0.0
+
     def forget(self) -> None:
         """Begins anew: the position before has changed."""
         self.reached = self.accepted = self._late_reached = self._late_accepted = 0.0
@@ -91,6 +100,11 @@ class AcceptanceEstimate:
                 for later in self._positions[position + 1 :]:
                     later.forget()
             reached = accepted
+
+    def fade(self) -> None:
+        """What other texts taught counts for `OTHERS` observations of each position."""
+        for position in self._positions:
+            position.fade()
 
     def expected_tokens(self, k: int) -> float:
         """Tokens that a request gets from a step of `k` drafts, on average."""
@@ -212,6 +226,12 @@ class BlockAcceptance:
         totals = [sum(level), *(sum(kept[tree]) for tree in tried)]
         for tree, (smaller, larger) in zip(tried, pairwise(totals), strict=True):
             self._growths[tree].observe(smaller / len(num_accepted), larger / len(num_accepted))
+
+    def fade(self) -> None:
+        """See `AcceptanceEstimate.fade`; how trees do beside each other is kept."""
+        self._chain.fade()
+        if self._level is not self._chain:
+            self._level.fade()
 
     def expected_tokens(self, shape: BlockShape) -> float:
         """Tokens that a request gets from a step, on average."""

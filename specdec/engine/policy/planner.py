@@ -45,6 +45,7 @@ class Planner:
         self.limits = DraftLimits.of_shapes(shapes)
         self.num_draft_tokens = self.limits.depth
         self._runner, self._scheduler, self._second_tries = runner, scheduler, second_tries
+        self._last: Selection | None = None  # for which a shape was chosen
         self.choice: BlockChoice | None = None
         self.guided_choice: BlockChoice | None = None
         self.predicted_choice: BlockChoice | None = None
@@ -71,6 +72,7 @@ class Planner:
                 len(requests),
                 sampled=batch.sampled,
                 expected_accepted=launch.expected_accepted,
+                fresh=self._fresh(batch),
                 ready=partial(self._runner.ready, batch),
             )
         if batch.plan.limited and requests:
@@ -87,6 +89,14 @@ class Planner:
             k = self._length(shape.depth, batch)
             launch.block = BlockShape(k, budget=shape.budget if shape.budget < k else 0.0)
         return launch
+
+    def _fresh(self, batch: Selection) -> int:
+        """How many requests were not in the batch before."""
+        last, self._last = self._last, batch
+        if last is batch:
+            return 0
+        known = {id(request) for request in last.requests} if last else set()
+        return sum(id(request) not in known for request in batch.requests)
 
     def _length(self, k: int, batch: Selection) -> int:
         """Drafts of a chain, of which some request has room for all."""

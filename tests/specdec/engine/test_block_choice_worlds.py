@@ -3,7 +3,7 @@ change.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -115,6 +115,39 @@ def test_texts_that_change_are_followed(name: str, seed: int) -> None:
     """
     first, later = losses(TEXTS_CHANGE[name], seed)
     assert max(first, later) < (0.06 if "32" in name else 0.1)
+
+
+LENGTH = 100
+"""Steps of a request."""
+
+
+def of_requests(rates: Sequence[float], time: Time) -> World:
+    """Requests one behind the other, of which each accepts otherwise."""
+    rng = random.Random(0)
+    drawn = [rng.choice(rates) for _ in range(2 * STEPS // LENGTH)]
+    return World(time, lambda position, step: drawn[step // LENGTH])
+
+
+@pytest.mark.parametrize(
+    ("time", "rates", "most"),
+    [
+        (accelerator(0.72, 0.25, 0.0012), (0.05, 0.2, 0.4, 0.6, 0.8, 0.9), 0.05),
+        (lambda num_reqs, k: 6.7 + (k > 0) * (3 + k), (0.05, 0.2, 0.4, 0.6, 0.8, 0.9), 0.08),
+        (lambda num_reqs, k: 6.7 + (k > 0) * (3 + k), (0.05, 0.05, 0.1, 0.9), 0.1),
+        (lambda num_reqs, k: 6.7 + (k > 0) * (3 + k), (0.02, 0.05, 0.1, 0.2), 0.025),
+    ],
+    ids=["an accelerator", "a CPU", "one in four is good", "none is good"],
+)
+def test_each_request_is_followed(time: Time, rates: Sequence[float], most: float) -> None:
+    """Behind someone who knows how each accepts, half as much is lost as by a choice that is not
+    told of new requests; where no draft pays, no more.
+    """
+    world = of_requests(rates, time)
+    told = decode(world, ChainLength(MOST, LENGTH), steps=2 * STEPS, seed=0)
+    alone = decode(world, ChainLength(MOST), steps=2 * STEPS, seed=0)
+    assert told.loss < most and (told.loss < 0.7 * alone.loss or max(rates) < 0.5)
+    window = max(1000 * WINDOW, WINDOW_STEPS * world.time(1, 0))
+    assert told.worst(window) < 0.025
 
 
 def slowed(world: World, plain: float) -> World:
