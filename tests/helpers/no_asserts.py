@@ -29,5 +29,10 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-assert not [name for name in sys.modules if name.partition(".")[0] in OURS], "it comes too late"
-sys.meta_path.insert(0, _Finder())
+INSTALLED = not any(name.partition(".")[0] in OURS for name in sys.modules)
+if INSTALLED:  # else it is imported to look for examples in its docstrings
+    sys.meta_path.insert(0, _Finder())
+
+
+def pytest_configure() -> None:
+    assert INSTALLED, "it comes too late"
