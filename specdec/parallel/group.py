@@ -83,8 +83,8 @@ def begin_group(backend: str, **options: Any) -> None:
 
 
 def end_group(group: Any) -> None:
-    """Ends a group that `torch.distributed.new_group` made, unless the program has ended all."""
-    if dist.is_initialized():
+    """Ends a group that `torch.distributed.new_group` made, unless it has ended: None, or all."""
+    if group is not None and dist.is_initialized():  # torch takes None for all groups
         dist.destroy_process_group(group)
 
 

@@ -1,8 +1,11 @@
 """Fewer cases than all combinations of what a test depends on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, product
-from typing import Any
+from typing import Any, TypeVar
+
+First = TypeVar("First")
+Second = TypeVar("Second")
 
 
 def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -25,3 +28,19 @@ def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         missing -= set(combinations(row, 2))
         rows.append(tuple(axes[axis][n] for axis, n in row))
     return rows
+
+
+def in_turns(
+    names: Iterable[First], others: Sequence[Second], each: int = 2
+) -> list[tuple[First, Second]]:
+    """Each name with `each` of the others, which take turns: every one comes up, where the whole
+    product would repeat what the code does not tell apart.
+
+    >>> in_turns("abc", [1, 2, 3])
+    [('a', 1), ('a', 2), ('b', 2), ('b', 3), ('c', 3), ('c', 1)]
+    """
+    return [
+        (name, others[(place + turn) % len(others)])
+        for place, name in enumerate(names)
+        for turn in range(each)
+    ]

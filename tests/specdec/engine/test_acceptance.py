@@ -19,7 +19,7 @@ from specdec.engine.acceptance import accept
 from specdec.sampling.noise import Purpose, uniform
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
-from tests.helpers.cases import in_turns
+from tests.helpers.pairs import in_turns
 from tests.specdec.engine import toy_target
 from tests.specdec.engine.toy_target import FORMS, START, TARGET, K, V, propose, sampling_for
 from tests.specdec.sampling.test_sampler import transformers_probs

@@ -26,8 +26,8 @@ from specdec.model.core import AcceptOutput, Drafter, DraftOutput
 from specdec.model.packing import Packing
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
-from tests.helpers.cases import in_turns
 from tests.helpers.guards import guard_steps
+from tests.helpers.pairs import in_turns
 from tests.helpers.recorder import Recorder, refuse
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees

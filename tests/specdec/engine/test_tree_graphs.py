@@ -23,8 +23,8 @@ from specdec.sampling import scores
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.scores import penalized
 from specdec.sampling.tensors import SamplingTensors
-from tests.helpers.cases import in_turns
 from tests.helpers.guards import no_host_sync
+from tests.helpers.pairs import in_turns
 from tests.helpers.recorder import Recorder, refuse
 from tests.helpers.scripted_trees import BoundTrees, ScriptedTrees
 from tests.helpers.tiny_models import random_dflash

@@ -1,7 +1,10 @@
 """How a process finds its group, and what it says where it cannot."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from specdec.base.errors import InvalidInputError
 from specdec.parallel.group import Group, group_of, join_group, rank_device
@@ -54,3 +57,16 @@ def test_shares_are_neighbors() -> None:
 def test_no_shared_memory_on_a_cpu() -> None:
     """Nobody is asked whether it agrees."""
     assert one_shot(2, None, CPU, lambda number: pytest.fail("asked")) is None
+
+
+def test_a_group_is_left_once(tmp_path: Path) -> None:
+    """Catches an end of all groups, the program's own among them, by a second call."""
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        group = Group(0, 1, dist.group.WORLD, dist.new_group(backend="gloo"))
+        group.leave()
+        group.leave()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()

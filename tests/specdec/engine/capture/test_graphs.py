@@ -28,7 +28,7 @@ from specdec.model.batch import Context, DecodeBatch
 from specdec.model.core import Drafter, DraftOutput
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingPlan
-from tests.helpers.cases import in_turns
+from tests.helpers.pairs import in_turns
 from tests.helpers.recorder import Recorder, refuse
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import (

@@ -290,6 +290,23 @@ def test_engine_adapts(
     )
 
 
+def test_each_request_is_told_as_new_once(case: Case) -> None:
+    """Also where it joins others, or takes the place of one that has left."""
+    engine = case.engine(ScriptedDrafter(case.outputs, 8), num_draft_tokens="auto")
+    assert engine.planner.choice is not None
+    choose, told = engine.planner.choice.choose, list[int]()
+
+    def noted(num_reqs: int, *, fresh: int, **others: Any) -> BlockShape:
+        assert 0 <= fresh <= num_reqs
+        told.append(fresh)
+        return choose(num_reqs, fresh=fresh, **others)
+
+    engine.planner.choice.choose = noted  # type: ignore[method-assign, assignment]
+    case.run(engine, case.prompts)
+    case.run(engine, case.prompts[:2])
+    assert sum(told) == 5 and told.count(0) > 5
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_hosts_time_counts_between_steps(
     case: Case, monkeypatch: pytest.MonkeyPatch, depth: int
