@@ -5,6 +5,7 @@ import gc
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import cycle, product
@@ -13,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from drafters.dflash.model import DFlashModel
 from drafters.training.config import BENCH_ALONE, SEVERAL, TrainConfig, build_config
 from drafters.training.data.dataset import Answer, AnswerSet
 from drafters.training.loss.memory import Memory, memory_of
+from drafters.training.processes import process_group
 from drafters.training.shape import make_drafter, new_config, with_options
 from drafters.training.target import Target
 from drafters.training.trainer import Trainer
@@ -43,7 +46,9 @@ PROMPT = 4
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One size: milliseconds of a step and of its parts, FLOP of a step, bytes at most."""
+    """One size: milliseconds of a step and of its parts, FLOP of a step on each device, bytes at
+    most, and the loss.
+    """
 
     batch_size: int
     anchors: int
@@ -52,6 +57,7 @@ class Figures:
     optimizer: float
     flop: float
     memory: int | None
+    loss: float
 
     def row(self, peak: float | None) -> tuple[str, ...]:
         """A row of the table, under `COLUMNS`."""
@@ -68,12 +74,13 @@ class Figures:
             f"{rate:,.3g}",
             "" if peak is None else f"{rate / peak:.1%}",
             "" if self.memory is None else f"{self.memory / 1e9:,.1f}",
+            f"{self.loss:.5f}",
         )
 
 
 COLUMNS = (
     "batch", "anchors", "target ms", "drafter ms", "optimizer ms", "step ms", "anchors/s",
-    "samples/s", "TFLOP/s", "MFU", "memory GB",
+    "samples/s", "TFLOP/s", "MFU", "memory GB", "loss",
 )  # fmt: skip
 
 
@@ -97,18 +104,25 @@ def run(args: argparse.Namespace) -> int:
             for line in on_cards(args.stages[1], config, cards):
                 print(line)
             return 0
-        say_gpu(config.device)
-        device = resolve_device(config.device)
-        peak = None
-        if device.type == "cuda" and resolve_dtype(config.dtype, device) == torch.bfloat16:
-            name = torch.cuda.get_device_name(device)
-            peak = next((peak for part, peak in PEAKS.items() if part in name), None)
-        widths = [max(len(title), 7) for title in COLUMNS]
-        print(_line(COLUMNS, widths))
-        for one in measure(args.stages[1], configs, device, shortest):
-            row = one if isinstance(one, tuple) else one.row(peak)
-            print(_line(row, widths), flush=True)
+        with process_group(resolve_device(config.device)) as device:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                say_gpu(config.device)
+                _print(measure(args.stages[1], configs, device, shortest), device, config.dtype)
+            else:
+                deque(measure(args.stages[1], configs, device, shortest), maxlen=0)
     return 0
+
+
+def _print(rows: Iterator["Row"], device: torch.device, dtype: str) -> None:
+    """A table of them, line by line."""
+    peak = None
+    if device.type == "cuda" and resolve_dtype(dtype, device) == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+    widths = [max(len(title), 7) for title in COLUMNS]
+    print(_line(COLUMNS, widths))
+    for one in rows:
+        print(_line(one if isinstance(one, tuple) else one.row(peak), widths), flush=True)
 
 
 def on_cards(name: str, config: TrainConfig, cards: int) -> Iterator[str]:
@@ -192,12 +206,14 @@ def measure(
     target = Target(verifier, taps, distribution=whole, compile=first.compile)
     kept = verifier.num_layers if whole else max(taps) + 1
     size = sum(parameter.numel() for parameter in drafter.parameters())
-    print(
-        f"train bench: {name}, {kept} of {verifier.num_layers} layers run; a drafter of"
-        f" {size / 1e6:,.0f} M parameters; sequences of {shortest:,} to {first.max_length:,}"
-        f" tokens; {STEPS} steps",
-        file=sys.stderr,
-    )
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    if processes == 1 or dist.get_rank() == 0:
+        print(
+            f"train bench: {name}, {kept} of {verifier.num_layers} layers run; a drafter of"
+            f" {size / 1e6:,.0f} M parameters; sequences of {shortest:,} to {first.max_length:,}"
+            f" tokens; {STEPS} steps" + (f"; {processes} processes" if processes > 1 else ""),
+            file=sys.stderr,
+        )
     for config in configs:
         try:
             yield _timed(config, target, sum(weights[:kept]), shape, shortest)
@@ -233,7 +249,8 @@ def _timed(
 
     trainer.steps(1 if shortest == config.max_length else STEPS)  # compiles
     trainer.step = 0  # and of the epoch with all lengths
-    step = STEPS * config.batch_size / trainer.steps(STEPS)["sequences_per_second"] / STEPS * 1e3
+    went = trainer.steps(STEPS)
+    step = config.batch_size / went["sequences_per_second"] * 1e3
     memory = torch.cuda.max_memory_allocated(device) if on_gpu else None
     epoch = product(range(STEPS), range(config.accumulation))
     parts = [trainer.batch(micro)[0] for trainer.step, micro in epoch]
@@ -241,8 +258,9 @@ def _timed(
     forward = milliseconds(lambda: target.features(next(turn)), len(parts))
     optimizer = milliseconds(update)
     mean = sum(answers.lengths) / len(answers)
-    flop = sum(flop_of(model, config, weights, shape, mean).values())
-    return Figures(config.batch_size, config.anchors, step, forward, optimizer, flop, memory)
+    flop = sum(flop_of(model, config, weights, shape, mean).values()) / trainer.world
+    sizes = config.batch_size, config.anchors
+    return Figures(*sizes, step, forward, optimizer, flop, memory, went["loss"])
 
 
 def flop_of(

@@ -136,7 +136,7 @@ def refusal(folder: Path, size: int, **options: Any) -> str:
 
 REFUSED = {
     "llama": (3, "4 attention heads, which 3 ranks do not divide; start 1"),
-    "mistral": (4, "2 key and value heads, which 4 ranks do not divide; start 2"),
+    "laguna": (3, "2 key and value heads, which 3 ranks do not divide; start 1"),
     "kimi_linear": (2, "3 heads of recurrent layers"),
     "bamba": (2, "1 groups of such heads that share keys"),
     "qwen2_moe": (2, r"25 numbers on axis -2 of 'model.layers.0.mlp.experts.gate_up_proj'"),

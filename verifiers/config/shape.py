@@ -49,7 +49,7 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
         )
     return HeadShape(
         heads // ranks,
-        kv_heads // ranks,
+        max(kv_heads // ranks, 1),  # where there are more ranks, several have the same one
         head_dim,
         tokens(config, "attention_chunk_size") if chunked else None,
     )

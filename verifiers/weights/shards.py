@@ -10,7 +10,8 @@ attention caches, embeddings of single layers.
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import gcd
 from typing import Any, Literal
 
@@ -39,6 +40,8 @@ class _Rule:
         axis: which is, counted from the last one.
         parts: how long parts beside each other on that axis are, relative to each other; of each a
             rank has its slice.
+        shared: of each part its heads, where there are fewer than ranks, so that several ranks have
+            the same one; 0, and none for later parts, where it is divided.
         kind: "tokens" are divided though their number may not be a multiple, "first" is a term of a
             sum, which rank 0 alone adds.
     """
@@ -46,6 +49,7 @@ class _Rule:
     axis: int = -1
     parts: tuple[int, ...] = (1,)
     kind: Kind = "slices"
+    shared: tuple[int, ...] = ()
 
 
 class Shard:
@@ -62,11 +66,11 @@ class Shard:
 
     def __init__(self, config: Any, description: Description, group: Group, *, name: str) -> None:
         self.group, self.description, self._name = group, description, name
-        for what, count in _heads(config):
-            self._check(what, count)
+        for what, count, shared in _heads(config):
+            self._check(what, count, shared=shared)
         self._rules = [
             (re.compile(rf"(?:^|\.){expression}$"), rule)
-            for expression, rule in _rules(config, description)
+            for expression, rule in _rules(config, description, group.size)
         ]
         self._transposed = description.experts in TRANSPOSED
 
@@ -171,14 +175,19 @@ class Shard:
             ends = [min(rank * each, size) for rank in (self.group.rank, self.group.rank + 1)]
             return [range(*ends)]
         slices, start, unit = [], 0, sum(rule.parts)
-        for part in rule.parts:
+        for part, heads in zip_longest(rule.parts, rule.shared, fillvalue=0):
             length = size * part // unit
-            if size % unit or length % self.group.size:
+            group = self._of_heads(heads) if heads else self.group
+            if size % unit or length % group.size:
                 self._check(f"{length} numbers on axis {rule.axis} of {name!r}", length)
-            own = self.group.shard(length)
+            own = group.shard(length)
             slices.append(range(start + own.start, start + own.stop))
             start += length
         return slices
+
+    def _of_heads(self, heads: int) -> Group:
+        """Ranks as if they were as many as there are heads: those that share one are the same."""
+        return replace(self.group, rank=self.group.rank * heads // self.group.size, size=heads)
 
     def _padded(self, rule: _Rule, part: Tensor, size: int) -> Tensor:
         """With zeros for tokens that there are not."""
@@ -187,11 +196,12 @@ class Shard:
         missing = -(-size // self.group.size) - part.shape[rule.axis]
         return F.pad(part, (0, 0) * (-1 - rule.axis) + (0, missing)) if missing else part
 
-    def _check(self, what: str, count: int) -> None:
-        if count % self.group.size:
+    def _check(self, what: str, count: int, *, shared: bool = False) -> None:
+        ranks = self.group.size
+        if count % ranks and not (shared and ranks % count == 0):
             raise UnsupportedModelError(
-                f"target {self._name!r} has {what}, which {self.group.size} ranks do not divide;"
-                f" start {gcd(count, self.group.size)} or another divisor of {count}"
+                f"target {self._name!r} has {what}, which {ranks} ranks do not divide; start"
+                f" {gcd(count, ranks)} or another divisor of {count}"
             )
 
 
@@ -206,21 +216,21 @@ def sharded(config: Any, group: Group | None) -> Any:
     return local
 
 
-def _heads(config: Any) -> Iterator[tuple[str, int]]:
-    """What has to divide, in words, and its number."""
+def _heads(config: Any) -> Iterator[tuple[str, int, bool]]:
+    """What has to divide, in words, its number, and whether more ranks may share each."""
     for layer in range(config.num_hidden_layers):
         if attends(config, layer):
             heads, kv_heads, *_ = head_shape(config, layer)
-            yield f"{heads} attention heads", heads
+            yield f"{heads} attention heads", heads, False
             if not family_of(config).latent:
-                yield f"{kv_heads} key and value heads", kv_heads
+                yield f"{kv_heads} key and value heads", kv_heads, True
         if is_recurrent(config, layer) and recurrent_of(config).rule != "convolution":
             sizes = sizes_of(config)
-            yield f"{sizes.value_heads} heads of recurrent layers", sizes.value_heads
-            yield f"{sizes.key_heads} groups of such heads that share keys", sizes.key_heads
+            yield f"{sizes.value_heads} heads of recurrent layers", sizes.value_heads, False
+            yield f"{sizes.key_heads} groups of such heads that share keys", sizes.key_heads, False
 
 
-def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]:
+def _rules(config: Any, description: Description, ranks: int) -> Iterator[tuple[str, _Rule]]:
     """Ends of names, once a family's are those of `Description.names`, and how such tensors are
     divided; the first one counts.
     """
@@ -228,12 +238,11 @@ def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]
         (rf"{name}\.weight", _Rule(-2, kind="tokens")) for name in ("embed_tokens", "lm_head")
     )
     yield r"lm_head\.bias", _Rule(-1, kind="tokens")
-    heads, kv_heads, *_ = head_shape(config, 0)
+    yield from _key_rules(config, description, ranks)
     pairs = (1, 1)
     outputs: list[tuple[str, tuple[int, ...]]] = [
-        (r"self_attn\.(?:q|k|v|g|q_b|kv_b)_proj", (1,)),
-        (r"self_attn\.qkv_proj", (heads, kv_heads, kv_heads)),
-        (r"self_attn\.linear_[qkv]_adapter_list\.\d+\.1", (1,)),
+        (r"self_attn\.(?:q|g|q_b|kv_b)_proj", (1,)),
+        (r"self_attn\.linear_q_adapter_list\.\d+\.1", (1,)),
         (r"gate_up_proj_adapter_list\.\d+\.1", pairs),
         (r"(?:mlp|feed_forward|shared_experts?|experts\.\d+)\.(?:gate|up)_proj", (1,)),
         (r"(?:mlp|feed_forward|shared_experts?)\.gate_up_proj", pairs),
@@ -248,7 +257,7 @@ def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]
     yield r"(?:o|down|out|fc2_latent)_proj\.bias", _Rule(kind="first")
     yield r"self_attn\.sinks", _Rule()
     if description.norms_of_queries == "all heads":
-        yield r"self_attn\.[qk]_norm\.weight", _Rule()
+        yield r"self_attn\.q_norm\.weight", _Rule()
     turned = description.experts in TRANSPOSED
     gate_up = (1,) if description.experts == "interleaved" else pairs
     yield r"experts\.gate_up_proj", _Rule(-1 if turned else -2, gate_up)
@@ -256,6 +265,29 @@ def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]
     yield r"experts\.up_proj", _Rule(-2)
     yield r"experts\.down_proj", _Rule(-2 if turned else -1)
     yield r"experts\.down_proj_bias", _Rule(kind="first")
+
+
+def _key_rules(config: Any, description: Description, ranks: int) -> Iterator[tuple[str, _Rule]]:
+    """Rules for keys and values; layers of other heads than the first one's have their own."""
+    shapes = [head_shape(config, layer) for layer in range(config.num_hidden_layers)]
+    first, *_ = shapes
+    others = {layer: shape for layer, shape in enumerate(shapes) if shape[:2] != first[:2]}
+    for where, (heads, kv_heads, *_) in [
+        *((rf"layers\.{layer}\.", shape) for layer, shape in others.items()),
+        ("", first),
+    ]:
+        shared = kv_heads if kv_heads < ranks else 0
+        one, three = _Rule(-2, shared=(shared,)), (heads, kv_heads, kv_heads)
+        keys = _Rule(-2, three, shared=(0, shared, shared))
+        for name, rule in (
+            (r"[kv]_proj", one),
+            (r"linear_[kv]_adapter_list\.\d+\.1", one),
+            (r"qkv_proj", keys),
+        ):
+            yield rf"{where}self_attn\.{name}\.weight", rule
+            yield rf"{where}self_attn\.{name}\.bias", replace(rule, axis=-1)
+        if description.norms_of_queries == "all heads":
+            yield rf"{where}self_attn\.k_norm\.weight", _Rule(shared=(shared,))
 
 
 def _recurrent_rules(config: Any) -> Iterator[tuple[str, _Rule]]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from drafters.training.config import TrainConfig
 from drafters.training.trainer import Trainer
 from evals.bench import training
 from evals.bench.shapes import config_file, entries, names
 from specdec.cli.main import main
+from specdec.parallel.group import Group
+from tests.helpers.ranks import run_ranks
 
 SHAPE = {
     "model_type": "qwen3",
@@ -163,6 +167,24 @@ def test_what_eight_cards_would_hold_is_said_without_running(
     assert found["16", "yes"][-1] < 68 and found["16", "no"][1] > 2 * found["16", "yes"][1]
     assert main(["train", "bench", "qwen3.6-27b", "--cards", "5"]) == 2
     assert "cards is 5; batch-size (96) must be a multiple" in capsys.readouterr().err
+
+
+def losses(group: Group | None, folder: Path) -> list[float]:
+    """Of batches of 2 and of 4 sequences, the drafter divided over the ranks."""
+    sizes: dict[str, Any] = {"max_length": 64, "block_size": 4, "layers": 2, "bucket": 16}
+    run: dict[str, Any] = {"batch_size": 2, "anchors": 3, "epochs": 10.0, "shard": True}
+    config = TrainConfig(out=str(folder), device="cpu", dtype="float32", **sizes, **run)
+    configs = [config, replace(config, batch_size=4)]
+    found = list(training.measure(str(folder / "config.json"), configs, torch.device("cpu")))
+    return [one.loss for one in found if isinstance(one, training.Figures)]
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_loss_of_one(tmp_path: Path) -> None:
+    """Catches a process that takes other sequences, or other weights, than its part."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    alone, ranks = losses(None, tmp_path), run_ranks(2, losses, tmp_path)
+    assert len(alone) == 2 and ranks[0] == ranks[1] == pytest.approx(alone, rel=1e-5)
 
 
 def test_what_cannot_be_measured_is_refused(
