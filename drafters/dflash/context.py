@@ -5,25 +5,30 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from drafters.dflash.divided import gathered
 from drafters.dflash.model import DFlashModel
 from specdec.layers.linear import Linear
 from specdec.layers.linear_choice import drafting_linear
 from specdec.layers.ops.norm import Norm
 from specdec.layers.ops.ops import Ops
+from specdec.parallel.group import Group
 
 
 class Context:
     """From features to the rows that layers cache; of drafters that are trained what
-    `DFlashModel.context_kv` does.
+    `DFlashModel.context_kv` does. Ranks that divide the model have those of their own heads.
     """
 
-    def __init__(self, model: DFlashModel, ops: Ops) -> None:
+    def __init__(self, model: DFlashModel, ops: Ops, group: Group | None = None) -> None:
         self._config, self._ops = model.config, ops
         weight, bias, _ = model.context_projection()
         self._norm = norm_of(model.hidden_norm, model.config.gemma)
         self._tap_norms = [norm_of(cast(nn.RMSNorm, norm)) for norm in model.aux_hidden_norms or ()]
         self._unit_norm = Norm(torch.ones_like(model.hidden_norm.weight), model.config.rms_norm_eps)
-        self._features = None if model.fc is None else drafting_linear(model.fc.weight)
+        self._features: Linear | None = None
+        if model.fc is not None:
+            width = model.config.hidden_size
+            self._features = gathered(drafting_linear(model.fc.weight), group, width)
         self._projection, self._layers, self._mixture = drafting_linear(weight, bias), None, None
         if model.layer_fusion_weights is not None:
             self._mixture = torch.softmax(model.layer_fusion_weights.float(), dim=-1).to(

@@ -19,6 +19,7 @@ from drafters.checkpoint import check_same_target, check_target
 from drafters.dflash.config.checkpoint import read_checkpoint
 from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.coupling import CouplingTable
+from drafters.dflash.divided import divide
 from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
@@ -41,6 +42,7 @@ from specdec.model.core import (
     Verifier,
     VerifyOutput,
 )
+from specdec.parallel.group import group_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +57,32 @@ class DFlashDrafter(Drafter):
         model: its weights move to the target's device and type and are laid out for its kernels,
             once and in place, so that all runs share them; it cannot be trained after that.
         verifier: the target.
+        divides: each of the target's ranks has a part of the model, or all of it; None chooses what
+            is faster.
 
     Raises:
         CheckpointError: the model was trained for another target.
         BackendError: the target's attention backend cannot serve the draft layers.
+        InvalidInputError: the ranks do not divide the model.
+
+    Attributes:
+        config: of the model; with the heads of this rank where it has a part.
+        group: the ranks that the model is divided among; None where it is whole.
     """
 
     draws_trees = True
 
-    def __init__(self, model: DFlashModel, verifier: Verifier) -> None:
+    def __init__(
+        self, model: DFlashModel, verifier: Verifier, *, divides: bool | None = None
+    ) -> None:
+        borrows = model.embed_tokens is None or model.lm_head is None
+        check_fit(model.config, verifier, borrows=borrows)
+        self.group = divide(model, group_of(verifier), verifier.dtype, divides)
         config = model.config
-        check_fit(config, verifier, borrows=model.embed_tokens is None or model.lm_head is None)
         self.config, self.verifier = config, verifier
         self.attention = _attention(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
-        self.network = DFlashNetwork(self.model, self.attention)
+        self.network = DFlashNetwork(self.model, self.attention, self.group)
         self.max_draft_tokens = config.max_draft_tokens
         self.usual_draft_tokens = config.speculative_tokens
         self.first_row = 0 if config.sample_from_anchor else 1
@@ -103,7 +116,9 @@ class DFlashDrafter(Drafter):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that drafting reads in a step; a borrowed head is read once more."""
+        """Bytes of the weights that drafting reads in a step; a borrowed head, of which each of the
+        target's ranks has a part, is read once more.
+        """
         model, target = self.model, self.verifier
         own = sum(parameter.nbytes for parameter in model.parameters())
         unread = 0 if model.embed_tokens is None else model.embed_tokens.weight.nbytes
@@ -114,7 +129,9 @@ class DFlashDrafter(Drafter):
                 if isinstance(self.head, Refiner):
                     times = min(self.head.num_passes, times)
                 own += (times - 1) * self.head.right.nbytes
-        head = target.vocab_size * target.hidden_size * target.dtype.itemsize
+        ranks = group_of(target)
+        rows = target.vocab_size if ranks is None else -(-target.vocab_size // ranks.size)
+        head = rows * target.hidden_size * target.dtype.itemsize
         borrowed = head if model.lm_head is None else 0
         return own - unread + borrowed - self.network.saved_bytes
 
@@ -355,8 +372,11 @@ def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend | M
     )
 
 
-def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter:
-    """Loads a drafter on DFlash's backbone, with a head or without one, from a folder or the hub.
+def load_dflash(
+    path: str | Path | None, *, verifier: Verifier, divides: bool | None = None
+) -> DFlashDrafter:
+    """Loads a drafter on DFlash's backbone, with a head or without one, from a folder or the hub;
+    for `divides` see `DFlashDrafter`.
 
     Raises:
         InvalidInputError: no path.
@@ -378,4 +398,4 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
         check_fit(config, verifier, borrows=True)
         tensors = expanded(tensors, verifier)
     model.load_state_dict(tensors, assign=True)
-    return DFlashDrafter(model, verifier)
+    return DFlashDrafter(model, verifier, divides=divides)

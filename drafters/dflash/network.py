@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from drafters.dflash.context import Context, norm_of
 from drafters.dflash.convolution import DFlashConvolution
+from drafters.dflash.divided import gathered
 from drafters.dflash.latent import LatentProjections, split_latents
 from drafters.dflash.layers import DFlashAttention, DFlashLayer
 from drafters.dflash.model import DFlashModel, rope_of
@@ -24,6 +25,8 @@ from specdec.layers.ops.grouped_convolution import GroupedConvolution
 from specdec.layers.ops.norm import Norm
 from specdec.layers.ops.ops import Heads
 from specdec.layers.rotary.rotary import Angles, Rope, rotate, rotation_order
+from specdec.layers.sharded import GatheredLinear, SummedLinear
+from specdec.parallel.group import Group
 
 Keep = Callable[[Tensor], Tensor]
 """Rows of `[rows, ...]` whose final states are wanted."""
@@ -36,14 +39,25 @@ class DFlashNetwork:
         model: on its device; its projections become views of joined ones, so that nothing is stored
             twice, and heads of which a part alone is rotated are put into another order.
         attention: of the draft layers.
+        group: ranks that the model is divided among; None for one that is whole.
 
     Attributes:
         head: the drafter's own head; None where it borrows the target's.
     """
 
-    def __init__(self, model: DFlashModel, attention: AttentionBackend | MlaBackend) -> None:
-        self._config, self._attention = model.config, attention
-        self._ops = ops_for(attention, convolves=model.config.convolves)
+    def __init__(
+        self,
+        model: DFlashModel,
+        attention: AttentionBackend | MlaBackend,
+        group: Group | None = None,
+    ) -> None:
+        self._config, self._attention, self._group = model.config, attention, group
+        self._ops = ops_for(
+            attention,
+            convolves=model.config.convolves,
+            group=group,
+            width=model.config.hidden_size,
+        )
         self._backends = [attention] * len(model.layers)
         self._rope = rope_of(model.config, whole=True).to(attention.spec.device)
         _pair_up(model, self._rope)
@@ -53,18 +67,22 @@ class DFlashNetwork:
             self._layer(cast(DFlashLayer, layer), index) for index, layer in enumerate(model.layers)
         ]
         self._decoder = Decoder(layers, norm_of(model.norm, model.config.gemma), ops=self._ops)
-        self._context = Context(model, self._ops)
+        self._context = Context(model, self._ops, group)
         rounds_last, gains = model.config.gemma, model.context_projection()[2]
         wide = torch.promote_types(gains.dtype, torch.float32) if rounds_last else gains.dtype
         self._norms = [Norm(gain.to(wide), model.config.rms_norm_eps) for gain in gains]
         self._table = None if model.embed_tokens is None else model.embed_tokens.weight
-        self.head = None if model.lm_head is None else drafting_linear(model.lm_head.weight)
+        self.head: Linear | None = None
+        if model.lm_head is not None:
+            columns = model.config.draft_vocab_size or model.config.vocab_size
+            self.head = gathered(drafting_linear(model.lm_head.weight), group, columns)
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of weights that are not read, since `drafting_linear` rounds numbers."""
         own = [one for layer in self._decoder.layers for one in layer.linears]
         own += self._context.linears + ([] if self.head is None else [self.head])
+        own = [one.part if isinstance(one, GatheredLinear) else one for one in own]
         full = sum(one.in_features * one.out_features * one.dtype.itemsize for one in own)
         return full - sum(one.nbytes for one in own)
 
@@ -136,11 +154,11 @@ class DFlashNetwork:
             "attention": self._latent_attention_of(layer.self_attn)
             if isinstance(layer.self_attn, LatentProjections)
             else self._attention_of(layer.self_attn, index),
-            "output": _join(layer.self_attn.o_proj),
+            "output": self._summed(layer.self_attn.o_proj),
         }
         gated = GatedMLP(
             _join(mlp.gate_proj, mlp.up_proj),
-            _join(mlp.down_proj),
+            self._summed(mlp.down_proj),
             "gelu_tanh" if gemma else "silu",
         )
         # as Gemma has them
@@ -166,6 +184,11 @@ class DFlashNetwork:
             if layer.attention_conv is None
             else _convolution(layer.attention_conv),
         )
+
+    def _summed(self, projection: nn.Linear) -> Linear:
+        """A projection back to the stream, to which all ranks that divide its inputs add."""
+        part = _join(projection)
+        return part if self._group is None else SummedLinear(part, self._group)
 
     def _latent_attention_of(self, attention: LatentProjections) -> LatentAttention:
         assert isinstance(self._attention, MlaBackend)

@@ -106,6 +106,7 @@ PARTS = {
     "line prompt": "specdec.serve.batch.lines:line_prompt",
     "fit": "drafters.fit:read_fit",  # doctor --drafter
     "quantization": "verifiers.formats.method:check_quantization",  # the same
+    "shard": "verifiers.weights.plain_shard:plain_shard",  # of a drafter that ranks divide
     "drafter": "drafters.algorithms:drafter_and_target",  # --model, which must not be one
     "gguf": "verifiers.weights.gguf_folder:unpacked",  # a GGUF file wherever a checkpoint is named
     # --drafter mtp, whose layers are like those of the target

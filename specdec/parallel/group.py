@@ -4,7 +4,7 @@ parallel, arXiv 1909.08053).
 
 import importlib
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +37,8 @@ class Group:
             that the backend likes.
         one_shot: adds small messages up in one kernel, in order; None where the backend alone adds.
         begun: the device group is ours; else the program made it.
+        rows: memory for sums within norms, by width and type of a row; see
+            `specdec.layers.ops.exchange.shared_rows`.
     """
 
     rank: int
@@ -46,6 +48,7 @@ class Group:
     ordered: bool = False
     one_shot: OneShot | None = None
     begun: bool = False
+    rows: dict[tuple[int, torch.dtype], Any] = field(default_factory=dict)
 
     def least(self, number: int) -> int:
         """The smallest of all ranks' numbers; the hosts exchange it."""

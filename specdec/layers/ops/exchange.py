@@ -20,7 +20,7 @@ def shared_rows(
     group: Group | None, width: int, device: torch.device, dtype: torch.dtype
 ) -> SharedRows | None:
     """Memory for the sums of a group's rows, once all ranks have agreed with the reference; None
-    where there is none.
+    where there is none. All layers of a width have one, since their sums come one after another.
 
     Where small sums in one kernel do not work, this does not either; a line of the log has said so.
 
@@ -30,6 +30,14 @@ def shared_rows(
     """
     if group is None or group.one_shot is None:
         return None
+    kind = width, dtype
+    if kind not in group.rows:
+        group.rows[kind] = _made(group, width, device, dtype)
+    rows: SharedRows | None = group.rows[kind]
+    return rows
+
+
+def _made(group: Group, width: int, device: torch.device, dtype: torch.dtype) -> SharedRows | None:
     return made_by_all(
         lambda: SharedRows(group.rank, group.size, group.device_group, device, width, dtype),
         lambda rows: _is_right(rows, group, device),
