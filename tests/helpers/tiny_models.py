@@ -131,6 +131,7 @@ def random_dflash(
     seed: int = 0,
     taps: tuple[int, ...] = (0, 2, 3),
     head: HeadConfig | None = None,
+    divides: bool | None = None,
 ) -> DFlashDrafter:
     """A DFlash drafter with random weights, one full layer and two sliding ones; with a head, the
     anchor's row predicts, but for a lattice and a refiner.
@@ -154,7 +155,7 @@ def random_dflash(
         sample_from_anchor=not isinstance(head, LatticeConfig | XPressConfig | None),
         head=head,
     )
-    return DFlashDrafter(DFlashModel(config), verifier)
+    return DFlashDrafter(DFlashModel(config), verifier, divides=divides)
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
