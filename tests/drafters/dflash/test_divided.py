@@ -272,8 +272,11 @@ def test_what_ranks_do_not_divide_stays_whole(
 
 
 def test_one_is_left_whole_where_that_is_asked_for() -> None:
-    assert divide(tiny_model(), of_ranks(2), torch.float32, False) is None
-    assert divide(tiny_model(), None, torch.float32, True) is None
+    with shapes_alone():
+        model = DFlashModel(dummy_config(read_config(config_file("llama3-70b"))))
+    assert divide(model, of_ranks(4), torch.bfloat16, False) is None
+    assert divide(model, None, torch.bfloat16, None) is None
+    assert model.config.num_attention_heads == 64
 
 
 def test_a_division_pays_from_some_bytes_on() -> None:
