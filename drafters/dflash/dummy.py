@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drafters.checkpoint import read_json
 from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.config.layout import parse_config
@@ -46,7 +48,18 @@ def dummy_config(target: Any, path: Path | None = None) -> DFlashConfig:
     )
 
 
-def dummy_drafter(config: DFlashConfig, verifier: Verifier) -> DFlashDrafter:
-    """The drafter on the target's device; CheckpointError: it does not fit the target."""
-    with verifier.device:
-        return DFlashDrafter(DFlashModel(config), verifier)
+def dummy_drafter(
+    config: DFlashConfig, verifier: Verifier, *, divides: bool | None = None
+) -> DFlashDrafter:
+    """The drafter on the target's device, with the same weights on every rank; for `divides` see
+    `DFlashDrafter`.
+
+    Raises:
+        CheckpointError: it does not fit the target.
+        InvalidInputError: the ranks do not divide it.
+    """
+    device = verifier.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        model = DFlashModel(config)
+    return DFlashDrafter(model, verifier, divides=divides)

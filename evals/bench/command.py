@@ -172,6 +172,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="requests have means evenly spread from L - S to L + S (default 0: all have L)",
     )
+    add(
+        "--divide-drafter",
+        action=argparse.BooleanOptionalAction,
+        help="give each of torchrun's ranks a part of that drafter, or all of it (default: what is"
+        " expected to be faster)",
+    )
 
     ray_options(parser)
 
@@ -206,6 +212,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.synthetic_acceptance and args.dummy_weights is None:
         raise InvalidInputError("--synthetic-acceptance is for random weights; add --dummy-weights")
+    if args.divide_drafter is not None and not args.synthetic_acceptance:
+        raise InvalidInputError(
+            "--divide-drafter is for a drafter of random weights; add --synthetic-acceptance"
+        )
     if args.ray is not None and (action != "measure" or args.dummy_weights is not None):
         raise InvalidInputError(
             "--ray spreads prompt sets over engines; leave it out with compare, show and"

@@ -82,6 +82,7 @@ def measure_dummy(args: argparse.Namespace) -> int:
         survival = partial(survival_of, values, spread, drafter.max_draft_tokens)
         drafts = tuple(args.num_draft_tokens)
         synthetic = {"drafter": drafter, "survival": survival, "drafts": drafts}
+        synthetic["divides"] = args.divide_drafter
     choices: dict[str, Any] = {
         "name": args.dummy_weights,
         "attention": args.attention,

@@ -88,10 +88,11 @@ class SyntheticBench(DummyBench):
         drafter: the shape of the drafter.
         survival: rates at which drafts are accepted, for so many requests.
         drafts: by step; None are all that the drafter has.
+        divides: see `DFlashDrafter`.
 
     Raises:
-        InvalidInputError: more drafts than the drafter has, several ranks, or a drafter that the
-            peer cannot run.
+        InvalidInputError: more drafts than the drafter has, a drafter that the peer cannot run, or
+            several ranks with a peer or with shapes that are chosen.
     """
 
     def __init__(
@@ -103,13 +104,14 @@ class SyntheticBench(DummyBench):
         drafter: DFlashConfig,
         survival: Callable[[int], Survival],
         drafts: Sequence[DraftCount],
+        divides: bool | None = None,
         **options: Any,
     ) -> None:
         # At most so many tokens come of a step.
         every = [row for count in config.concurrencies for row in survival(count)]
         per_step = 1 + max(sum(rate > 0 for rate in row) for row in every)
         super().__init__(verifier, entries, config, per_step=max(2, per_step), **options)
-        self._drafter, self._survival = drafter, survival
+        self._drafter, self._survival, self._divides = drafter, survival, divides
         most = drafter.max_draft_tokens
         self._shapes: list[BlockShape | None] = []  # None is one chosen step by step
         for k in drafts:
@@ -117,8 +119,16 @@ class SyntheticBench(DummyBench):
                 raise InvalidInputError(f"k is {k}; choose 1 to {most}, which the drafter gives")
             self._shapes.append(None if k == "auto" else BlockShape(k or most))
         self._shapes += [tree_shape(nodes, most) for nodes in config.trees]
-        if self._group is not None:
-            raise InvalidInputError("--synthetic-acceptance takes one process; leave out torchrun")
+        if self._group is None and divides:
+            raise InvalidInputError("one process has the whole drafter; leave out --divide-drafter")
+        if self._group is not None and config.peers:
+            raise InvalidInputError(
+                "--synthetic-acceptance with --peer takes one process; leave out torchrun"
+            )
+        if self._group is not None and None in self._shapes:
+            raise InvalidInputError(
+                "each rank would choose shapes by its own clock; give -k a number"
+            )
         if config.peers:
             check_drafter("vllm", drafter, verifier, library_for(verifier.device).__version__)
 
@@ -128,8 +138,13 @@ class SyntheticBench(DummyBench):
         report = self._new_report(provenance)
         rows = self._survival(max(config.concurrencies))
         mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
-        report["settings"] |= {"survival": mean, "kinds": len(rows)}
-        drafter = dummy_drafter(self._drafter, self._verifier)
+        drafter = dummy_drafter(self._drafter, self._verifier, divides=self._divides)
+        divided = drafter.group is not None
+        report["settings"] |= {"survival": mean, "kinds": len(rows), "drafter_divided": divided}
+        report["drafter_bytes"] = drafter.weight_bytes
+        if self._group is not None:
+            what = "each rank has a part" if divided else "whole on each rank"
+            self._progress(f"the drafter: {what}, {drafter.weight_bytes / 1e9:.2f} GB of a step")
         for cell in config.cells:
             for shape in (PLAIN, *self._shapes):
                 report["rows"].append(self._own(*cell, shape, drafter))

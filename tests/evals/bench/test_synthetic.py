@@ -12,6 +12,7 @@ from drafters.dflash.config.layout import parse_config
 from drafters.dflash.dummy import dummy_config, dummy_drafter
 from evals import roofline
 from evals.bench import synthetic
+from evals.bench.dummy import DummyConfig
 from evals.bench.dummy_engine import WARM_STEPS, OwnSteps, Room
 from evals.bench.shapes import config_file, names
 from evals.bench.synthetic import survival_of
@@ -21,8 +22,10 @@ from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
 from specdec.cli.main import main
 from specdec.engine.engine import SpecEngine
+from specdec.parallel.group import Group
 from tests.evals.bench.fake_vllm import FakeVllm
 from tests.evals.bench.test_dummy import prompts_of, tiny_target
+from tests.helpers.ranks import run_command
 from tests.helpers.tiny_configs import CONFIGS
 from tests.helpers.tiny_models import paged_verifier, plain_model
 from verifiers.dummy import read_config
@@ -176,6 +179,52 @@ def test_the_spread_is_that_of_so_many_requests(tmp_path: Path) -> None:
     one, four = (row for row in report["rows"] if row["work"] == "drafts 4")
     assert one["tau"] == 2  # alone, a request has the mean
     assert abs(four["tau"] - 2) <= 6 * 0.5 / (4 * 12) ** 0.5
+
+
+@pytest.mark.parametrize("option", [[], ["--divide-drafter"], ["--no-divide-drafter"]])
+def test_two_ranks_with_parts_of_the_drafter_or_all_of_it(
+    tmp_path: Path, option: list[str]
+) -> None:
+    """One so narrow is whole unless it is asked for."""
+    options = ["--synthetic-acceptance", "3", "-k", "4", "--tree", "6", "--warmup", "0"]
+    run_command(2, bench(tmp_path, "qwen3", *options, *option))
+    report = read_report(tmp_path / "report.json", "specdec-dummy-bench")
+    assert report["complete"]
+    taus = {row["work"]: row["tau"] for row in report["rows"]}
+    assert (taus["plain"], taus["drafts 4"]) == (1, 3)
+    assert 2 < taus["drafts tree 6"] <= 3  # whose paths may be shorter
+    divided = option == ["--divide-drafter"]
+    assert report["settings"]["drafter_divided"] == divided
+    alone = dummy_drafter(dummy_config(CONFIGS["qwen3"]()), tiny_target("qwen3"))
+    assert (report["drafter_bytes"] < 0.6 * alone.weight_bytes) == divided
+
+
+def test_one_process_divides_nothing(tmp_path: Path, capsys: Capture) -> None:
+    options = ["--synthetic-acceptance", "3", "-k", "4", "--divide-drafter"]
+    assert main(bench(tmp_path, "qwen3", *options)) == 2
+    assert "one process has the whole drafter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("drafts", "peers", "words"), [("auto", (), "give -k a number"), (4, ("vllm",), "one process")]
+)
+def test_what_ranks_do_not_measure(drafts: Any, peers: tuple[str, ...], words: str) -> None:
+    verifier: Any = tiny_target("qwen3")
+    verifier.group = Group(0, 2, None, None)
+    with pytest.raises(InvalidInputError, match=words):
+        synthetic.SyntheticBench(
+            verifier,
+            {},
+            DummyConfig(prompt_tokens=(9,), steps=6, peers=peers),
+            drafter=dummy_config(CONFIGS["qwen3"]()),
+            survival=lambda count: survival_of([3.0], 0, 15),
+            drafts=(drafts,),
+        )
+
+
+def test_a_drafter_is_divided_only_of_random_weights(capsys: Capture) -> None:
+    assert main(["bench", "--no-divide-drafter"]) == 2
+    assert "add --synthetic-acceptance" in capsys.readouterr().err
 
 
 def test_more_drafts_than_the_drafter_has(tmp_path: Path, capsys: Capture) -> None:
