@@ -223,7 +223,7 @@ def test_what_ranks_do_not_measure(drafts: Any, peers: tuple[str, ...], words: s
 
 
 def test_a_drafter_is_divided_only_of_random_weights(capsys: Capture) -> None:
-    assert main(["bench", "--no-divide-drafter"]) == 2
+    assert main(["bench", "--no-divide-drafter", "--dummy-weights", "nothing"]) == 2
     assert "add --synthetic-acceptance" in capsys.readouterr().err
 
 
