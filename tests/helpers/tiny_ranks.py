@@ -43,6 +43,11 @@ def random_drafter(path: Path | None, *, verifier: DecoderVerifier) -> DFlashDra
     return random_dflash(verifier)
 
 
+def divided_drafter(path: Path | None, *, verifier: DecoderVerifier) -> DFlashDrafter:
+    """The same, of which every rank has a part."""
+    return random_dflash(verifier, divides=True)
+
+
 def make(
     group: Group | None, folders: Mapping[str, Path], ways: Mapping[str, Way]
 ) -> dict[str, Made]:

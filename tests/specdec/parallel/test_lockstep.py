@@ -139,23 +139,26 @@ def test_what_comes_ends_and_is_cancelled_on_rank_0_alone(
     ]
 
 
+@pytest.mark.parametrize("drafters", ["ngram", "tests.helpers.tiny_ranks:divided_drafter"])
 def test_prefixes_are_found_and_requests_preempted_alike(
-    one: SpecDecoder, two: SpecDecoder
+    one: SpecDecoder, two: SpecDecoder, drafters: str
 ) -> None:
     """A cache that is too small for all; every step compares the schedules of the ranks."""
-    per_block = 16 * sum(spec.bytes_per_token(torch.float32) for spec in one.verifier.kv_specs)
     prompts = [[*range(3, 36), last] for last in range(4)]
     outputs = []
-    for decoder, share in ((one, 1), (two, 2)):
+    for decoder in (one, two):
+        drafter = find_drafter(drafters)(decoder.verifier)
+        specs = [*decoder.verifier.kv_specs, *getattr(drafter, "kv_specs", ())]
+        per_block = 16 * sum(spec.bytes_per_token(torch.float32) for spec in specs)
         small = SpecDecoder(
             decoder.verifier,
             decoder.tokenizer,
-            find_drafter("ngram")(decoder.verifier),
+            drafter,
             EngineConfig(
                 max_num_seqs=4,
                 num_draft_tokens=3,
                 max_model_len=90,
-                cache=CacheConfig(memory_bytes=11 * per_block // share),
+                cache=CacheConfig(memory_bytes=11 * per_block),
             ),
         )
         first = small.generate(prompts, max_tokens=40, ignore_eos=True)
