@@ -1,4 +1,4 @@
-"""The last stage: export, and the check that the drafter does in the engine as in training.
+"""The last stage: the check that the drafter does in the engine as in training.
 
 The exported folder is loaded as any user would load it and answers the held-out prompts in the real
 engine: greedily, in chains and
@@ -11,27 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
-from drafters.dflash.config.config_json import misreading
-from drafters.dflash.config.heads import ARCHITECTURES
-from drafters.dflash.config.layout import Layout
-from drafters.dflash.model import DFlashModel
-from drafters.dflash.tied import checkpoint_names, expanded
 from drafters.training.config import TrainConfig
 from drafters.training.data.answers import sampling_of
 from drafters.training.data.dataset import Answer
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
-from specdec.base.errors import CheckpointError, SpecDecError
+from specdec.base.errors import SpecDecError
 from specdec.base.metrics import pooled
-from specdec.base.writing import remove, write_text
-from specdec.model.core import Verifier
+from specdec.base.writing import write_text
 from specdec.session.decoder import SpecDecoder
-
-LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-speculators"}
-"""Folder of each layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,39 +56,6 @@ class Agreement:
                 " suspect, in this order, row alignment, tap numbering, chat template, a mask"
                 " leak, RoPE; the exported drafter is kept"
             )
-
-
-def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
-    """Writes the drafter in both layouts, if both know its kind, over an earlier export.
-
-    Tied tables are kept so in the first layout; the second one has them whole.
-
-    Returns:
-        The folder of z-lab's layout.
-
-    Raises:
-        CheckpointError: it cannot be written, or what was written does not read back the same.
-    """
-    state = model.state_dict()
-    own = {name: state[key].detach().cpu() for name, key in checkpoint_names(model).items()}
-    for layout, name in LAYOUTS.items():
-        folder, shape, tensors = config.folder / name, model.config, own
-        if layout not in ARCHITECTURES[shape.algorithm] or misreading(shape, layout):
-            for file in ("config.json", "model.safetensors"):  # of an earlier run of another shape
-                remove(folder / file)
-            continue
-        if shape.tied_tables and layout == "speculators":
-            shape = replace(shape, tied_tables=False)
-            tensors = {n: x.cpu() for n, x in expanded(own, target).items()}
-        write_checkpoint(folder, shape, tensors, layout=layout, over=True)
-        _, back = read_checkpoint(folder)
-        if back.keys() != tensors.keys() or not all(
-            torch.equal(back[key], tensors[key]) for key in tensors
-        ):
-            raise CheckpointError(
-                f"{folder} does not read back as it was written; the disk may be damaged"
-            )
-    return config.folder / LAYOUTS["z-lab"]
 
 
 def engine_run(

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from drafters.dflash.config.config_json import misreading
-from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.data.answers import write_answers
 from drafters.training.data.dataset import Answer, AnswerSet
 from drafters.training.data.documents import answers_of, documents_run, write_documents
 from drafters.training.data.self_prompts import write_self_prompts
 from drafters.training.data.source import Source
-from drafters.training.finish import LAYOUTS, Agreement, engine_run, export, write_report
+from drafters.training.families.choice import TrainedModel, trained
+from drafters.training.finish import Agreement, engine_run, write_report
 from drafters.training.loss.evaluate import replay, shapes_of
 from drafters.training.loss.memory import memory_of
 from drafters.training.loss.vocabulary import give_vocabulary, most_frequent
@@ -202,11 +201,12 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         give_vocabulary(model, verifier, target_ids(state["d2t"].cpu()))
     load_weights(model, state)
     model.to(device, target.dtype)
-    folder = export(config, model, verifier)
+    drafter = trained(model, target, config)
+    folder, *others = drafter.export(config.folder)
     chain, *trees = shapes_of(
         model.config.max_draft_tokens,
         model.config.draft_vocab_size or verifier.vocab_size,
-        trees=not target.tree_reasons,
+        trees=drafter.draws_trees and not target.tree_reasons,
     )
     if target.tree_reasons:
         say(f"finish: drafts are checked in chains alone: {'; '.join(target.tree_reasons)}")
@@ -238,12 +238,10 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
     report = write_report(config, agreements, about)
     for name, agreement in agreements.items():
         agreement.check(config.tolerance, name)
-    if note := misreading(model.config, "speculators"):
-        say(f"finish: not written in the layout of speculators: {note}")
-    paths = [config.folder / name for name in LAYOUTS.values()]
-    others = [str(path) for path in paths if path != folder and path.exists()]
+    if drafter.unwritten:
+        say(f"finish: not written in the layout of speculators: {drafter.unwritten}")
     say(
-        f"finish: the drafter is {' and, for other programs, '.join([str(folder), *others])};"
+        f"finish: the drafter is {' and, for other programs, '.join(map(str, [folder, *others]))};"
         f" figures: {report}"
     )
     return True
@@ -262,7 +260,7 @@ def load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
 
 def answer_set(
     config: TrainConfig,
-    model: DFlashModel,
+    model: TrainedModel,
     answers: list[Answer],
     device: torch.device,
     max_length: int,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from drafters.dflash.model import DFlashModel
+from drafters.training.families.choice import TrainedModel
 from drafters.training.provenance import alike
 from specdec.base.errors import CheckpointError, one_line
 from specdec.base.writing import check_writable, write_atomically
@@ -45,7 +45,7 @@ def load_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
 
 
 @torch.no_grad()
-def load_weights(model: DFlashModel, state: dict[str, Any]) -> None:
+def load_weights(model: TrainedModel, state: dict[str, Any]) -> None:
     """Copies a saved state's weights, or their running mean, into a model of the same kind.
 
     Raises:

@@ -11,28 +11,24 @@ from torch import Tensor
 from torch import distributed as dist
 
 from drafters.dflash.layers import compile_layer
-from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import AnswerSet
+from drafters.training.families.choice import TrainedModel, trained
 from drafters.training.log import TrainLog
 from drafters.training.loss.blocks import (
     FLEX_CONTEXT,
     Blocks,
     SequenceBatch,
-    before_anchors,
-    block_hidden,
     make_blocks,
     next_anchors,
     sample_anchors,
 )
 from drafters.training.loss.evaluate import ReplayResult, replay
-from drafters.training.loss.heads import HEAD_MODULES
 from drafters.training.loss.losses import ChunkedLoss, LossConfig, default_gamma
-from drafters.training.loss.mask import use_flex
 from drafters.training.loss.objective import Objective
 from drafters.training.loss.packing import Packing
 from drafters.training.loss.sharding import is_sharded, shard
-from drafters.training.loss.vocabulary import DraftLabels, embed_of, fingerprint, head_of
+from drafters.training.loss.vocabulary import DraftLabels, fingerprint
 from drafters.training.optimizer import MasterOptimizer, lr_factor
 from drafters.training.processes import termination
 from drafters.training.provenance import alike
@@ -71,7 +67,7 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        model: DFlashModel,
+        model: TrainedModel,
         target: Target,
         train: AnswerSet,
         heldout: AnswerSet,
@@ -100,8 +96,7 @@ class Trainer:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not (sharded and is_sharded(name)) and tensor.is_floating_point():
                 tensor.data = tensor.data.to(target.dtype)
-        self.model = model
-        self.flex = use_flex(config.mask_path, target.device)
+        self.model, self.drafter = model, trained(model, target, config)
         gamma = config.gamma or default_gamma(model.config.block_size)
         factors = ("ce", "kl", "tv", "nla", "selector", "confidence", "base_until", "base_share")
         shared = (*factors, "dpace_alpha", "dpace_candidates", "first_error", "head_loss")
@@ -109,23 +104,17 @@ class Trainer:
         losses = LossConfig(
             gamma=gamma if decays else None, **{name: getattr(config, name) for name in shared}
         )
-        self._embed = embed_of(model, target)
-        head = None if model.config.head is None else model.config.head.head(model, self._embed)
-        self._head = head
         self._labels = DraftLabels(model.d2t, target.verifier.vocab_size)
-        to_logits, columns = head_of(model, target), self._labels.columns
         self.objective = Objective(
-            to_logits, losses, head=head, teacher=target.head, columns=columns
+            self.drafter.logits,
+            losses,
+            head=self.drafter.head,
+            teacher=target.head,
+            columns=self._labels.columns,
         )
-        own = [
-            parameter
-            for name, parameter in model.named_parameters()
-            if name.partition(".")[0] in HEAD_MODULES
-        ]
-        self.loss = ChunkedLoss(
-            self.objective, rows=config.loss_rows, weights=own, compile=config.compile
-        )
-        for layer in model.layers if config.compile and not sharded else ():
+        own, rows = self.drafter.weights, config.loss_rows
+        self.loss = ChunkedLoss(self.objective, rows=rows, weights=own, compile=config.compile)
+        for layer in self.drafter.layers if config.compile and not sharded else ():
             compile_layer(layer)
         self.step, self.seconds = 0, 0.0  # of the steps of all runs, up to the last line
         self.tau: float | None = None
@@ -169,7 +158,7 @@ class Trainer:
         late = False  # told behind steps, so that every run gets some
         try:
             with termination() as stopping:
-                if config.compile or self.flex:
+                if config.compile or self.drafter.flex:
                     self._compile(log)
                 if self.tau is None:
                     log.say(f"train: measures tau on {len(self.heldout)} held-out answers first")
@@ -276,7 +265,7 @@ class Trainer:
             device=features.device,
             generator=self._generator,
         )
-        context = self.model.context_kv(features, batch.positions)
+        context = self.drafter.context(batch, features)
         count, num_rows = self.config.anchors, self.model.config.max_draft_tokens
         replayed = min(round(count * self.config.replay), count - 1)
         anchors, valid = sample_anchors(batch, count - replayed, scores[share])
@@ -301,13 +290,12 @@ class Trainer:
         self,
         blocks: Blocks,
         batch: SequenceBatch,
-        context: tuple[Tensor, Tensor],
+        context: Any,
         features: Tensor,
         final_hidden: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, its weight and the matches of blocks; see `ChunkedLoss`."""
-        given = self.model, self._embed, batch, blocks.anchors, context
-        hidden = block_hidden(*given, flex=self.flex, head=self._head)
+        hidden = self.drafter.hidden(batch, blocks.anchors, context)
         teacher = None
         if self.config.uses_teacher:
             # The target's distribution for the token at position p is what it says at position p -
@@ -321,7 +309,7 @@ class Trainer:
             part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous)
         )
         labels, valid_rows = self._labels(labels, valid_rows)
-        told = before_anchors(self._head, self.model, batch, features, blocks.anchors)
+        told = self.drafter.before(batch, features, blocks.anchors)
         told = None if told is None else told.flatten(0, 1)
         return self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher, told)
 

@@ -14,15 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.choice import MAX_CANDIDATES
-from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
-from drafters.dflash.model import DFlashModel
 from drafters.head import Lattice, Refiner
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import AnswerSet, in_batches
-from drafters.training.loss.blocks import Blocks, before_anchors, block_hidden, make_blocks
-from drafters.training.loss.mask import use_flex
-from drafters.training.loss.vocabulary import embed_of, head_of
+from drafters.training.families.choice import TrainedModel, trained
+from drafters.training.families.trained import Trained
+from drafters.training.loss.blocks import Blocks, make_blocks
 from drafters.training.target import Target
 from drafters.vocabulary import target_ids
 from specdec.base.blocks import BlockShape
@@ -114,16 +112,16 @@ def shapes_of(depth: int, vocab_size: int, *, trees: bool = True) -> tuple[Block
 
 @torch.no_grad()
 def replay(
-    model: DFlashModel, target: Target, answers: AnswerSet, config: TrainConfig
+    model: TrainedModel, target: Target, answers: AnswerSet, config: TrainConfig
 ) -> ReplayResult:
     """Replays runs over `answers`, which must be the target's own.
 
     One difference to a live run remains: that one drafts fewer tokens in the last step of an answer
     that the token limit cuts, and a block with fewer rows may draft otherwise.
     """
-    flex = use_flex(config.mask_path, target.device)
     anchors, num_rows = config.anchors, model.config.max_draft_tokens
-    drafts, embed = _Drafts(model, target, config), embed_of(model, target)
+    drafter = trained(model, target, config)
+    drafts = _Drafts(drafter, model, target, config)
     temperatures, emitted, steps = [], [], []
     reached, offered, held, asked = torch.zeros(4, num_rows).unbind()
     keys = [
@@ -138,7 +136,7 @@ def replay(
         sampling = _sampling(draws, config.top_p, target.device)
         greedy = torch.tensor([[[temperature == 0]] for temperature, _ in draws]).to(target.device)
         features, _ = target.features(batch)
-        context = model.context_kv(features, batch.positions)
+        context = drafter.context(batch, features)
         counts = (batch.lengths - batch.prompt_lens - 1).tolist()
         found = []
         for chunk in in_batches(-(-max(counts) // anchors) * anchors, anchors):
@@ -146,9 +144,8 @@ def replay(
             positions = batch.prompt_lens[:, None] + offsets
             valid = positions < batch.lengths[:, None] - 1
             blocks = make_blocks(batch, positions.masked_fill(~valid, 0), valid, num_rows=num_rows)
-            given, head = (model, embed, batch, blocks.anchors, context), drafts.head
-            hidden = block_hidden(*given, flex=flex, head=head)
-            before = before_anchors(head, model, batch, features, blocks.anchors)
+            hidden = drafter.hidden(batch, blocks.anchors, context)
+            before = drafter.before(batch, features, blocks.anchors)
             accepted, inside = drafts.accepted(hidden, blocks, sampling, before)
             found.append(accepted)
             rows = torch.arange(num_rows, device=target.device)
@@ -173,20 +170,18 @@ def replay(
 class _Drafts:
     """Drafts of every shape, and how many of them hold the answer's tokens."""
 
-    def __init__(self, model: DFlashModel, target: Target, config: TrainConfig) -> None:
-        vocab_size = model.config.draft_vocab_size or target.verifier.vocab_size
-        self.shapes = shapes_of(
-            model.config.max_draft_tokens, vocab_size, trees=not target.tree_reasons
-        )
-        self._to_logits = head_of(model, target)
-        self._rows = config.loss_rows
+    def __init__(
+        self, drafter: Trained, model: TrainedModel, target: Target, config: TrainConfig
+    ) -> None:
+        shape = model.config
+        vocab_size = shape.draft_vocab_size or target.verifier.vocab_size
+        trees = drafter.draws_trees and not target.tree_reasons
+        self.shapes = shapes_of(shape.max_draft_tokens, vocab_size, trees=trees)
+        self._drafter, self._rows = drafter, config.loss_rows
         self._width = min(MAX_CANDIDATES, vocab_size)
-        coupling = model.config.coupling
-        table = None if coupling is None else CouplingTable(coupling, target.device)
-        own = model.config.head
-        self.head = None if own is None else own.head(model, embed_of(model, target))
         self._target_ids = None if model.d2t is None else target_ids(model.d2t)
-        self._drafts = Drafts("coupled", table, self._target_ids, head=self.head)
+        coupling, head = drafter.coupling, drafter.head
+        self._drafts = Drafts("coupled", coupling, self._target_ids, head=head)
 
     def accepted(
         self,
@@ -198,10 +193,10 @@ class _Drafts:
         """Counts accepted drafts of blocks of sequences drawn as `sampling` says.
 
         Args:
-            hidden: [S, N, K, H], final states; see `block_hidden`.
+            hidden: [S, N, K, ...], see `Trained.hidden`.
             blocks: [S, N] of them.
             sampling: of the S sequences.
-            before: of them, see `before_anchors`.
+            before: of them, see `Trained.before`.
 
         Returns:
             int64 [S, N, shapes + 1], accepted drafts, and bool [S, N, K], labels held.
@@ -244,8 +239,9 @@ class _Drafts:
             max_model_len=1,
             sampling=sampling.select(owners, sampling.plan),
         )
-        told = before if isinstance(self.head, Lattice | Refiner) else None
-        slots = Slots.of(hidden, self._to_logits, self.head, told)
+        head = self._drafter.head
+        told = before if isinstance(head, Lattice | Refiner) else None
+        slots = Slots.of(hidden, self._drafter.logits, head, told)
         counts = [(self._drafts.of(batch, slots).token_ids == labels).cumprod(dim=1).sum(dim=1)]
         if trees:  # the first drafts of the largest tree are the smaller ones
             output = self._drafts.of(replace(batch, shape=trees[-1]), slots)

@@ -11,8 +11,9 @@ import torch
 
 from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.config.config import DFlashConfig
-from drafters.training import finish, state, trainer
+from drafters.training import state, trainer
 from drafters.training.config import TrainConfig
+from drafters.training.families import dflash
 from drafters.training.log import TrainLog
 from drafters.training.loss.evaluate import ReplayResult
 from drafters.training.optimizer import MasterOptimizer
@@ -272,7 +273,7 @@ def test_a_drafter_that_differs_from_the_trained_one_fails_loudly(
     def damaged(path: Path, config: DFlashConfig, *args: Any, **kwargs: Any) -> None:
         write(path, replace(config, **changes[change](config)), *args, **kwargs)
 
-    monkeypatch.setattr(finish, "write_checkpoint", damaged)
+    monkeypatch.setattr(dflash, "write_checkpoint", damaged)
     (answered / "run" / "training").symlink_to(toy / "run" / "training")
     assert main(["train", "finish", *as_flags(toy_config(answered))]) == 2
     error = capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,1 @@
+"""The families of drafters that are trained, behind one interface."""
