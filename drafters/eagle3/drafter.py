@@ -1,6 +1,7 @@
 """EAGLE-3 and P-EAGLE heads as drafters."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -25,10 +26,7 @@ def eagle3_drafter(
         CheckpointError: the head was trained for another target.
         BackendError: the target's attention backend cannot serve its layers.
     """
-    borrows = "embed_tokens.weight" not in tensors or (
-        "lm_head.weight" not in tensors and not config.layers.tie_word_embeddings
-    )
-    check_fit(config, verifier, borrows=borrows)
+    check_fit(config, verifier, borrows=borrows(config, tensors))
     _say_taps(config, verifier)
     placed = {
         name: tensor.to(verifier.device, verifier.dtype if tensor.is_floating_point() else None)
@@ -37,6 +35,12 @@ def eagle3_drafter(
     return SequentialDrafter(
         Eagle3Network(config, placed, verifier), verifier, max_draft_tokens=config.max_draft_tokens
     )
+
+
+def borrows(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the head reads the target's embeddings or its output head."""
+    own_head = "lm_head.weight" in tensors or config.layers.tie_word_embeddings
+    return "embed_tokens.weight" not in tensors or not own_head
 
 
 def check_fit(config: Eagle3Config, verifier: Verifier, *, borrows: bool) -> None:

@@ -28,6 +28,8 @@ def write_checkpoint(
     tensors: Mapping[str, Tensor],
     layout: Layout,
     num_target_layers: int | None = None,
+    *,
+    over: bool = False,
 ) -> None:
     """Writes a head as a new folder that appears whole or not at all.
 
@@ -36,12 +38,13 @@ def write_checkpoint(
         config, tensors: as `drafters.eagle3.checkpoint.read_checkpoint` returns them.
         layout: of names and config.json.
         num_target_layers: where it is known.
+        over: an earlier one in that folder is replaced.
 
     Raises:
         CheckpointError: what the layout cannot express, a taken path, or a failed write.
     """
-    unsaid = "latent attention" if config.latent else "Gemma's layers" if config.gemma else None
-    require(unsaid is None, f"a head with {unsaid} can be read, but not written")
+    reason = unwritable(config, layout)
+    require(reason is None, str(reason))
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     stated = settled(config.stated_taps, num_target_layers)
     write = _to_sglang if layout == "sglang" else _to_speculators
@@ -49,7 +52,23 @@ def write_checkpoint(
     stored = {_name(name, layout): tensor.contiguous() for name, tensor in tensors.items()}
     if config.draft_vocab_size is not None:
         stored["t2d"] = drafted(tensors["d2t"], config.vocab_size)
-    write_folder(path, written, stored)
+    write_folder(path, written, stored, over=over)
+
+
+def unwritable(config: Eagle3Config, layout: Layout) -> str | None:
+    """What of a head the layout cannot express; None for nothing."""
+    of_sglang, layers = layout == "sglang", len(config.windows)
+    reasons = {
+        "a head with latent attention can be read, but not written": config.latent is not None,
+        "a head with Gemma's layers can be read, but not written": config.gemma is not None,
+        "a head that drafts in parallel (P-EAGLE) has no words in the sglang layout": of_sglang
+        and config.mask_token_id is not None,
+        "norms of queries and keys have no words in the sglang layout": of_sglang
+        and config.has_head_norms,
+        f"a head of {layers} layers has no words in the sglang layout": of_sglang and layers != 1,
+        "a bias of fc has no words in the speculators layout": not of_sglang and config.fc_bias,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _name(name: str, layout: Layout) -> str:
@@ -81,17 +100,6 @@ def _flags(config: Eagle3Config) -> dict[str, bool]:
 
 
 def _to_sglang(config: Eagle3Config, dtype: str, stated: tuple[int, ...] | None) -> dict[str, Any]:
-    require(
-        config.mask_token_id is None,
-        "a head that drafts in parallel (P-EAGLE) has no words in the sglang layout",
-    )
-    require(
-        not config.has_head_norms, "norms of queries and keys have no words in the sglang layout"
-    )
-    require(
-        len(config.windows) == 1,
-        f"a head of {len(config.windows)} layers has no words in the sglang layout",
-    )
     own: dict[str, Any] = {
         "use_aux_hidden_state": True,
         **{name: True for name, value in _flags(config).items() if value},
@@ -116,7 +124,6 @@ def _to_speculators(
     config: Eagle3Config, dtype: str, stated: tuple[int, ...] | None
 ) -> dict[str, Any]:
     kind = "eagle3" if config.mask_token_id is None else "peagle"
-    require(not config.fc_bias, "a bias of fc has no words in the speculators layout")
     return {
         "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
         **speculators_sections(kind, config.max_draft_tokens, config.verifier_name),

@@ -1,6 +1,6 @@
 """The network of an EAGLE-3 head on the decoder stack, over the paged cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from specdec.layers.attention import Attention, HeadAttention
 from specdec.layers.attention import Rows as AttentionRows
 from specdec.layers.decoder import Decoder, DecoderLayer
 from specdec.layers.latent_attention import LatentAttention
-from specdec.layers.linear import Linear
+from specdec.layers.linear import DenseLinear, Linear
 from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import GatedMLP
 from specdec.layers.ops.choice import ops_for
@@ -59,21 +59,33 @@ class Eagle3Network(SequentialNetwork):
     """An EAGLE-3 head (arXiv 2503.01840): the target's low, middle and high features, projected
     together, beside the next token's embedding. Drafted tokens have the head's own output.
 
+    Args:
+        config: what it is like.
+        tensors: on the target's device and in its type.
+        verifier: the target.
+        rope: of an earlier network of the same config and device; None makes one.
+
     Raises:
         BackendError: the target's attention backend cannot serve the layers.
     """
 
     def __init__(
-        self, config: Eagle3Config, tensors: Mapping[str, Tensor], verifier: Verifier
+        self,
+        config: Eagle3Config,
+        tensors: Mapping[str, Tensor],
+        verifier: Verifier,
+        rope: Rope | None = None,
     ) -> None:
         self._config, self._verifier, layers = config, verifier, config.layers
         self._attention = _attention(config, verifier)
         self._ops = ops_for(self._attention)
-        self._rope = Rope.of(
-            layers.rope_parameters, layers.head_dim, layers.max_position_embeddings
-        ).to(verifier.device)
-        self._fc = linear(tensors["fc.weight"], tensors.get("fc.bias"))
-        weights = _Weights(tensors, layers.rms_norm_eps, config.gemma is not None)
+        if rope is None:
+            sizes = layers.head_dim, layers.max_position_embeddings
+            rope = Rope.of(layers.rope_parameters, *sizes).to(verifier.device)
+        self.rope = rope
+        make = DenseLinear if self._attention.differentiable else linear
+        self._fc = make(tensors["fc.weight"], tensors.get("fc.bias"))
+        weights = _Weights(tensors, layers.rms_norm_eps, config.gemma is not None, make)
         self._taps_norm = weights.norm("input_norm") if config.norm_before_fc else None
         normed = range(config.num_taps if config.fc_norm else 0)
         self._tap_norms = [weights.norm(f"fc_norm.{index}") for index in normed]
@@ -83,7 +95,7 @@ class Eagle3Network(SequentialNetwork):
         head = tensors.get("lm_head.weight")
         if head is None and layers.tie_word_embeddings:
             head = self._table
-        self._head = None if head is None else linear(head)
+        self._head = None if head is None else make(head)
         decoder_layers = [self._layer(index, weights) for index in range(layers.num_hidden_layers)]
         self._decoder = Decoder(decoder_layers, weights.norm("norm"), ops=self._ops)
         self.aux_layer_ids, self.feature_size = config.taps(verifier.num_layers), layers.hidden_size
@@ -188,7 +200,7 @@ class Eagle3Network(SequentialNetwork):
             assert isinstance(self._attention, MlaBackend)
             parameters, spec = config.layers.rope_parameters, self._attention.spec
             return latent_attention(
-                weights.tensors, name, config.latent, self._rope, spec, rope_parameters=parameters
+                weights.tensors, name, config.latent, self.rope, spec, rope_parameters=parameters
             )
         gemma, head_dim = config.gemma, config.layers.head_dim
         ones = torch.ones(head_dim, device=self._verifier.device)
@@ -200,7 +212,7 @@ class Eagle3Network(SequentialNetwork):
             value_norm=None if gemma is None else Norm(ones, weights.epsilon),
         )
         values = "k_proj" if gemma is not None and gemma.keys_as_values else "v_proj"
-        return HeadAttention(weights.join(name, "q_proj", "k_proj", values), heads, self._rope)
+        return HeadAttention(weights.join(name, "q_proj", "k_proj", values), heads, self.rope)
 
 
 def _attention(config: Eagle3Config, verifier: Verifier) -> AttentionBackend | MlaBackend:
@@ -221,6 +233,7 @@ class _Weights(NamedTuple):
     tensors: Mapping[str, Tensor]
     epsilon: float
     rounds_last: bool  # behind the weight of a norm, as Gemma does
+    linear: Callable[[Tensor, Tensor | None], Linear]
 
     def norm(self, name: str) -> Norm:
         weight = self.tensors[f"{name}.weight"]
@@ -233,4 +246,4 @@ class _Weights(NamedTuple):
         weight = torch.cat([self.tensors[f"{module}.{name}.weight"] for name in names])
         stated = [f"{module}.{name}.bias" for name in names]
         biases = [self.tensors[name] for name in stated if name in self.tensors]
-        return linear(weight, torch.cat(biases) if biases else None)
+        return self.linear(weight, torch.cat(biases) if biases else None)

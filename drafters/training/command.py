@@ -23,6 +23,7 @@ examples:
   torchrun --nproc-per-node 2 -m specdec train train --config run.toml
   specdec train --config run.toml --ray --workers 8
   specdec train finish --config run.toml
+  specdec train --out run --init eagle3/head --answers-from own.jsonl --unroll 7
   specdec train learn --out round --init smollm2-dflash --answers-from kept
   specdec train bench qwen3-8b --max-length 2048 --batch-size 8 16 --anchors 64 256 --compile
 

@@ -117,7 +117,13 @@ class TrainConfig:
         False, "leave out prompts that do not fit the target's context instead of refusing them"
     )
 
-    init: str | None = _option(None, "checkpoint to start from; it brings its own shape")
+    init: str | None = _option(
+        None, "checkpoint to start from, a DFlash or EAGLE-3 drafter; it brings its own shape"
+    )
+    unroll: int | None = _positive(
+        None,
+        "steps that a drafter which goes token by token is unrolled for (default: its drafts)",
+    )
     layers: int = _count(5, "draft layers")
     block_size: int = _option(16, "positions of a block, the anchor included")
     taps: tuple[int, ...] = _option((), "tapped target layers, 0-based (default: evenly spaced)")

@@ -14,13 +14,24 @@ from drafters.dflash.drafter import check_fit
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.tied import checkpoint_names, tie
 from drafters.training.config import TrainConfig
+from drafters.training.families.choice import TrainedModel, unrolled_model
 from drafters.training.loss.heads import init_head, new_head
 from specdec.base.errors import InvalidInputError
 from specdec.layers.rotary.rotary import STATIC_ROPE_TYPES
 
 
-def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashModel:
+def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> TrainedModel:
     """A drafter for this target in float32 on the CPU: a new one, or the one that `init` names.
+
+    Raises:
+        InvalidInputError, CheckpointError: see `dflash_drafter` and `unrolled_model`.
+    """
+    found = unrolled_model(config, verifier)
+    return dflash_drafter(config, verifier, tokenizer) if found is None else found
+
+
+def dflash_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashModel:
+    """A DFlash drafter; see `make_drafter`.
 
     Raises:
         InvalidInputError: a tap or the mask token does not suit the target.

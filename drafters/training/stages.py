@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.data.answers import write_answers
 from drafters.training.data.dataset import Answer, AnswerSet
@@ -152,7 +153,8 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
     # long ones included: the engine has to draft for them too
     longest = verifier.max_model_len
     heldout = answer_set(config, model, answers_of(config, "heldout"), device, longest)
-    if config.init is None and (count := model.config.draft_vocab_size) is not None:
+    count = model.config.draft_vocab_size
+    if isinstance(model, DFlashModel) and config.init is None and count is not None:
         tokens, share = most_frequent(train, count, verifier.vocab_size)
         give_vocabulary(model, verifier, tokens)
         say(f"train: {count:,} tokens can be drafted, {share:.2%} of those of the answers")
@@ -167,15 +169,16 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
         length = -(-max(train.lengths) // config.bucket) * config.bucket
         if config.pack_length:
             length = -(-sum(train.lengths) // len(train))
-        needs = memory_of(
-            model.config,
-            config,
-            target_bytes=verifier.weight_bytes,
-            length=length,
-            world=trainer.world,
-            dtype=target.dtype,
-        )
-        say(f"train: {needs} on each device; --accumulation and --loss-rows lower the last two")
+        if isinstance(model, DFlashModel):
+            needs = memory_of(
+                model.config,
+                config,
+                target_bytes=verifier.weight_bytes,
+                length=length,
+                world=trainer.world,
+                dtype=target.dtype,
+            )
+            say(f"train: {needs} on each device; --accumulation and --loss-rows lower the last two")
         if trainer.step:
             say(f"train: resumed at step {trainer.step}")
     return trainer.run()
@@ -197,7 +200,7 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         )
     if not state["complete"]:
         say(f"finish: training stopped at step {state['step']}, before its end")
-    if config.init is None and state.get("d2t") is not None:
+    if isinstance(model, DFlashModel) and config.init is None and state.get("d2t") is not None:
         give_vocabulary(model, verifier, target_ids(state["d2t"].cpu()))
     load_weights(model, state)
     model.to(device, target.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from drafters.dflash.layers import compile_layer
+from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import AnswerSet
 from drafters.training.families.choice import TrainedModel, trained
@@ -84,6 +85,7 @@ class Trainer:
         model.to(target.device)  # the masters take the weights before they are rounded
         sharded = config.shard and self.world > 1
         if sharded:
+            assert isinstance(model, DFlashModel), "no other family divides its weights"
             shard(model, target.dtype)
         self.optimizer = MasterOptimizer(
             model,
@@ -406,7 +408,10 @@ class Trainer:
         settings = {
             name: value for name, value in asdict(self.config).items() if name not in FREE_TO_CHANGE
         }
-        answers = {"number of answers": len(self.train), "draft tokens": fingerprint(self.model)}
+        answers = {
+            "number of answers": len(self.train),
+            "draft tokens": fingerprint(self.model.d2t),
+        }
         return settings | {"drafter": repr(self.model.config)} | answers
 
     def _from_first(self, value: float) -> float:

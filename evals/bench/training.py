@@ -22,7 +22,7 @@ from drafters.training.config import BENCH_ALONE, SEVERAL, TrainConfig, build_co
 from drafters.training.data.dataset import Answer, AnswerSet
 from drafters.training.loss.memory import Memory, memory_of
 from drafters.training.processes import process_group
-from drafters.training.shape import make_drafter, new_config, with_options
+from drafters.training.shape import dflash_drafter, new_config, with_options
 from drafters.training.target import Target
 from drafters.training.trainer import Trainer
 from evals.bench.shapes import config_file
@@ -201,7 +201,7 @@ def measure(
     weights = _products(model, shape)
     verifier: Any = dummy_verifier(model, name=name, attention=first.attention, fuse=False)
     del model
-    drafter = make_drafter(first, verifier, _Spare(verifier.vocab_size - 1))
+    drafter = dflash_drafter(first, verifier, _Spare(verifier.vocab_size - 1))
     taps, whole = drafter.config.target_layer_ids, first.uses_teacher
     target = Target(verifier, taps, distribution=whole, compile=first.compile)
     kept = verifier.num_layers if whole else max(taps) + 1
@@ -228,7 +228,7 @@ def _timed(
     config: TrainConfig, target: Target, weights: float, shape: Any, shortest: int
 ) -> Figures:
     verifier, device = target.verifier, target.device
-    model = make_drafter(config, verifier, _Spare(verifier.vocab_size - 1))
+    model = dflash_drafter(config, verifier, _Spare(verifier.vocab_size - 1))
     answers = _answers(config, target, model, shortest)
     trainer = Trainer(config, model, target, answers, answers)
     on_gpu = device.type == "cuda"

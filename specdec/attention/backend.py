@@ -272,6 +272,8 @@ class Backend(ABC, Generic[Spec]):
     prefill_tokens: ClassVar[int]
     """Prompt tokens of a step on an accelerator, unless the user says how many. Every chunk reads
     all weights, those of all experts too, so large ones are fastest, as far as memory goes."""
+    differentiable: ClassVar[bool] = False
+    """Whether gradients flow through it, so that plain torch has to compute what surrounds it."""
     steady_len: int = 0
     """Tokens in the cache from which on a plan of decoding depends on no length any more; 0 where
     there is no such number.

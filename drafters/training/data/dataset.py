@@ -74,7 +74,8 @@ class AnswerSet:
         device: where their tokens live, as int32.
         max_length: longer sequences are left out.
         bucket: batches are padded to a multiple of this many tokens.
-        mask_token_id: sequences that hold it are left out: it could not be told from a word.
+        mask_token_id: sequences that hold it are left out: it could not be told from a word;
+            None for a drafter without one.
 
     Attributes:
         lengths: tokens of each sequence.
@@ -94,7 +95,7 @@ class AnswerSet:
         device: torch.device,
         max_length: int,
         bucket: int,
-        mask_token_id: int,
+        mask_token_id: int | None,
     ) -> None:
         fitting = [a for a in answers if len(a.prompt_ids) + len(a.answer_ids) <= max_length]
         long_enough = [a for a in fitting if len(a.answer_ids) >= 2]

@@ -1,15 +1,39 @@
 """Which family a drafter in training belongs to."""
 
+from drafters.algorithms import algorithm_of
+from drafters.checkpoint import CONFIG, find_folder, read_json
 from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.families.dflash import TrainedDFlash
+from drafters.training.families.eagle3 import eagle3_model
 from drafters.training.families.trained import Trained
+from drafters.training.families.unrolled import TrainedUnrolled, UnrolledModel
 from drafters.training.target import Target
+from specdec.base.errors import CheckpointError
+from specdec.model.core import Verifier
 
-TrainedModel = DFlashModel
+TrainedModel = DFlashModel | UnrolledModel
 """The weights of a drafter, by whose names they are saved."""
 
 
 def trained(model: TrainedModel, target: Target, config: TrainConfig) -> Trained:
     """A drafter as it is trained; see `Trained`."""
+    if isinstance(model, UnrolledModel):
+        return TrainedUnrolled(model, target)
     return TrainedDFlash(model, target, config)
+
+
+def unrolled_model(config: TrainConfig, verifier: Verifier) -> UnrolledModel | None:
+    """The drafter that `init` names if it goes token by token, in float32 on the CPU.
+
+    Raises:
+        InvalidInputError: an option, or a kind of drafter, that is not trained.
+        CheckpointError: it cannot be read, or was made for another target.
+    """
+    if config.init is None:
+        return None
+    try:
+        algorithm = algorithm_of(read_json(find_folder(config.init) / CONFIG))
+    except CheckpointError:  # which is said when it is read
+        return None
+    return eagle3_model(config, verifier) if algorithm in ("eagle3", "peagle") else None

@@ -50,7 +50,7 @@ class Trained(ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, K, V'] of rows [n, K, ...] of `hidden`, or of its own shape."""
+        """Logits [n, K, V'] of n blocks [n, K, ...] of `hidden`."""
 
     def before(self, batch: SequenceBatch, features: Tensor, anchors: Tensor) -> Tensor | None:
         """What the head asks for of the tokens before anchors int64 [S, N]; None for nothing."""

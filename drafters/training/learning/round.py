@@ -13,7 +13,7 @@ from drafters.dflash.tied import checkpoint_names
 from drafters.training.config import TrainConfig
 from drafters.training.learning.served import read_served, split
 from drafters.training.learning.verdict import Verdict, compared
-from drafters.training.shape import make_drafter
+from drafters.training.shape import dflash_drafter
 from drafters.training.stages import answer_set, load_target, say
 from drafters.training.state import STATE_FILE
 from drafters.training.target import Target
@@ -47,7 +47,7 @@ def learn(config: TrainConfig) -> bool:
     answers = read_served(folder, config.max_prompts, max_length=config.max_length)
     trained, heldout = split(answers, config.heldout)
     verifier, tokenizer = load_target(config, resolve_device(config.device))
-    model = make_drafter(config, verifier, tokenizer)
+    model = dflash_drafter(config, verifier, tokenizer)
     model.config = replace(model.config, coupling=read_checkpoint(config.init)[0].coupling)
     target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher)
 

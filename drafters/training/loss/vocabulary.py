@@ -54,9 +54,9 @@ def give_vocabulary(model: DFlashModel, verifier: Verifier, tokens: Tensor) -> N
         weight[:, start : start + ROWS] = part.T.to(weight)
 
 
-def fingerprint(model: DFlashModel) -> int | None:
+def fingerprint(d2t: Tensor | None) -> int | None:
     """A number that tells one reduced vocabulary from another; None for a whole one."""
-    return None if model.d2t is None else crc32(model.d2t.cpu().numpy().tobytes())
+    return None if d2t is None else crc32(d2t.cpu().numpy().tobytes())
 
 
 def embed_of(model: DFlashModel, target: Target) -> Callable[[Tensor], Tensor]:

@@ -27,6 +27,8 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     scale = torch.addcmul(epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
     if norm.weight.dtype != x.dtype:
         return (x * scale * norm.weight).to(x.dtype)
+    if torch.is_grad_enabled() and (x.requires_grad or norm.weight.requires_grad):
+        return (x * scale).to(x.dtype) * norm.weight
     return torch.mul(x, scale, out=torch.empty_like(x)).mul_(norm.weight)
 
 

@@ -1,5 +1,6 @@
 """A trainer of a tiny drafter in memory: for what needs neither files of answers nor an engine."""
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import Answer, AnswerSet
+from drafters.training.families.choice import TrainedModel
 from drafters.training.loss.blocks import SequenceBatch
 from drafters.training.target import Target
 from drafters.training.trainer import Trainer
@@ -57,8 +59,15 @@ class TinyVerifier:
         return logits
 
 
-def small_trainer(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Trainer:
-    """A run in `folder / "run"` on 12 random answers, in steps of 4."""
+def small_trainer(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    make: Callable[[Any], TrainedModel] = lambda verifier: tiny_model(TINY),
+    **changes: Any,
+) -> Trainer:
+    """A run in `folder / "run"` on 12 random answers, in steps of 4, of the drafter that `make`
+    gives for a target; by default a DFlash drafter.
+    """
     options: dict[str, Any] = {"batch_size": 4, "anchors": 4, "lr": 2e-3}
     config = TrainConfig(out=str(folder / "run"), **options | changes)
     verifier = TinyVerifier(tiny_target().to(dtype))
@@ -67,5 +76,6 @@ def small_trainer(folder: Path, dtype: torch.dtype = torch.float32, **changes: A
     rows = [[source.randrange(VOCAB - 1) for _ in range(source.randint(8, 30))] for _ in range(12)]
     answers = [Answer(row[:3], row[3:]) for row in rows]
     made = AnswerSet(answers, device=CPU, max_length=64, bucket=8, mask_token_id=VOCAB - 1)
-    target = Target(verifier, TINY.target_layer_ids, distribution=config.uses_teacher)
-    return Trainer(config, tiny_model(TINY), target, made, made)
+    model = make(verifier)
+    target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher)
+    return Trainer(config, model, target, made, made)

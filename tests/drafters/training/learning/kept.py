@@ -7,7 +7,7 @@ from typing import Any
 from drafters.dflash.config.checkpoint import write_checkpoint
 from drafters.dflash.tied import checkpoint_names
 from drafters.training.config import TrainConfig
-from drafters.training.shape import make_drafter
+from drafters.training.shape import dflash_drafter
 from specdec import EngineConfig, SpecDecoder
 from tests.drafters.training.toy import toy_config
 
@@ -21,7 +21,7 @@ def write_untrained(folder: Path, name: str = "untrained", **changes: Any) -> Pa
     """A drafter for the toy target in `folder`, with random weights."""
     config = toy_config(folder, **changes)
     decoder = SpecDecoder.from_pretrained(config.model, drafter=None, device="cpu")
-    model = make_drafter(config, decoder.verifier, decoder.tokenizer)
+    model = dflash_drafter(config, decoder.verifier, decoder.tokenizer)
     tensors = {own: model.state_dict()[key] for own, key in checkpoint_names(model).items()}
     write_checkpoint(folder / name, model.config, tensors)
     return folder / name
