@@ -16,8 +16,13 @@ from verifiers.config.gguf import config_of
 from verifiers.gguf.file import Facts, GgufFiles
 from verifiers.gguf.tokenizer import end_ids, tokenizer_files
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Goes up when other files are made of the same model."""
+
+VERSION = {"transformers_version": "5.0.0"}
+"""Entry of config.json by which Transformers knows that the tokenizer is right. Without it 5.17
+says of every model that its tokenizer is a wrong one of Mistral's.
+"""
 
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 """From keys of general.sampling to entries of generation_config.json."""
@@ -55,7 +60,7 @@ def unpacked(path: Path, cache_dir: Path | None = None) -> Path:
 def _files(files: GgufFiles) -> dict[str, bytes]:
     texts, config = files_of(files)
     names = [str(part) for part in whole_model(files.path)]
-    return {**texts, "config.json": as_json(config), GGUF: as_json({"files": names})}
+    return {**texts, "config.json": as_json(VERSION | config), GGUF: as_json({"files": names})}
 
 
 def files_of(files: GgufFiles) -> tuple[dict[str, bytes], dict[str, Any]]:

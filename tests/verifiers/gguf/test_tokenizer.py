@@ -110,6 +110,14 @@ def test_rows_that_only_fill_the_embeddings_up_are_no_tokens(tmp_path: Path) -> 
     assert own.convert_ids_to_tokens(count + 1) == "kept"
 
 
+def test_transformers_is_told_that_the_tokenizer_is_right(tmp_path: Path) -> None:
+    """5.17 says of a model without this entry that it has a wrong tokenizer of Mistral's."""
+    write_gguf(tmp_path / "m.gguf", plain_model("llama"), "llama", tokenizer=byte_level("tekken"))
+    folder = unpacked(tmp_path / "m.gguf", tmp_path / "cache")
+    config = json.loads((folder / "config.json").read_text())
+    assert Version(config["transformers_version"]) >= Version("5.0.0")
+
+
 def test_digits_and_han_are_split_by_name(tmp_path: Path) -> None:
     """What models were trained with: one, three or all digits at a time."""
 
