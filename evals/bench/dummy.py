@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from evals.bench.dummy_engine import TREE_DEPTH, WARM_STEPS, OwnSteps, Room
+from evals.bench.dummy_engine import PLAIN, TREE_DEPTH, WARM_STEPS, OwnSteps, Room
 from evals.peers.vllm_steps import VllmSteps
 from evals.report.report import new_report
 from evals.roofline import measured_bandwidth, step_bytes
@@ -281,16 +281,18 @@ class DummyBench:
         verifier, rooms = self._verifier, self._rooms.values()
         dtype = verifier.attention.spec.kv_dtype
         per_token = sum(spec.bytes_per_token(dtype) for spec in verifier.kv_specs)
-        max_rows = max(self._config.verify_rows)
+        max_rows = max(shape.rows for shape in (PLAIN, *self._config.shapes))
         per_request = bytes_per_slot(verifier.kv_specs, max_rows)
         cache = max(one.num_reqs * (one.max_model_len * per_token + per_request) for one in rooms)
+        num_rows = max_rows * max(self._config.concurrencies)
+        logits = num_rows * verifier.vocab_size * verifier.dtype.itemsize
         return VllmSteps(
             self._entries,
             verifier.device,
             verifier.dtype,
             max_num_seqs=max(room.num_reqs for room in rooms),
             max_model_len=max(room.max_model_len for room in rooms),
-            spare=2 * cache + SPARE,
+            spare=2 * cache + LOGITS * logits + SPARE,
             ranks=ranks,
             weights=self._weights,
         )
@@ -310,8 +312,11 @@ class DummyBench:
         }
 
 
+LOGITS = 4
+"""Tensors as large as a step's logits that a captured step may have at once."""
+
 SPARE = 6 * 2**30
-"""Bytes of the accelerator for what our engine takes beside weights and cache: prefill, logits and
+"""Bytes of the accelerator for what our engine takes beside weights, cache and logits: prefill and
 captured steps.
 """
 
