@@ -54,11 +54,15 @@ def pays(whole: int, own: int, exchanges: int) -> bool:
 
 
 def undivided(config: DFlashConfig, ranks: int) -> str | None:
-    """What of a drafter so many ranks do not divide, in words; None where they divide all."""
-    counts = {"attention heads": config.num_attention_heads}
-    if config.latent is None:
-        counts["key and value heads"] = config.num_key_value_heads
-    counts["numbers between the products of feed-forward sublayers"] = config.intermediate_size
+    """What of a drafter so many ranks do not divide, in words; None where they divide all. Several
+    may have the same key and value head.
+    """
+    keys = config.num_attention_heads if config.latent else config.num_key_value_heads
+    counts = {
+        "attention heads": config.num_attention_heads,
+        "key and value heads": ranks if ranks % keys == 0 else keys,
+        "numbers between the products of feed-forward sublayers": config.intermediate_size,
+    }
     found = (f"{count} {what}" for what, count in counts.items() if count % ranks)
     return next(found, None)
 
@@ -106,7 +110,7 @@ def divide(
     model.config = replace(
         config,
         num_attention_heads=heads // group.size,
-        num_key_value_heads=kv_heads // group.size,
+        num_key_value_heads=max(kv_heads // group.size, 1),
         intermediate_size=config.intermediate_size // group.size,
     )
     logger.info("%d ranks have parts of the drafter", group.size)

@@ -106,9 +106,12 @@ def _drafted(drafter: DFlashDrafter) -> Drafted:
     return Drafted(hidden, logits, drafts, drafter.weight_bytes, per_token)
 
 
-def test_two_ranks_draft_what_one_process_does() -> None:
-    """Every kind in one test, since ranks take seconds to start."""
-    alone, ranks = draft(None, True), run_ranks(RANKS, draft, True)
+@pytest.mark.parametrize("size", [RANKS, 4])
+def test_ranks_draft_what_one_process_does(size: int) -> None:
+    """Every kind in one test, since ranks take seconds to start. Of four ranks two have the same
+    key and value head.
+    """
+    alone, ranks = draft(None, True), run_ranks(size, draft, True)
     for name, whole in alone.items():
         for made in (rank[name] for rank in ranks):
             first = ranks[0][name]
@@ -252,7 +255,7 @@ def test_a_narrow_drafter_stays_whole(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "ranks", "words"),
     [
-        ({}, 4, "2 key and value heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, "6 key and value heads"),
         ({"num_attention_heads": 6}, 4, "6 attention heads"),
         ({"intermediate_size": 47}, 2, "47 numbers between"),
         ({}, 3, "4 attention heads"),
