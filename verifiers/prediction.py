@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from specdec.attention.backend import AttentionBackend
-from specdec.attention.mla import MlaBackend
+from specdec.attention.backend import AttentionBackend, AttentionSpec
+from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.base.checkpoint.hub import json_file
 from specdec.base.errors import BackendError, CheckpointError, one_line
 from specdec.kv_cache import LayerSpec, SharedLayerSpec
@@ -66,6 +66,16 @@ ASSISTANT = Prediction(
 """Gemma 4's assistants, which are checkpoints of their own."""
 
 
+class Source(NamedTuple):
+    """Where layers are: the folder of a checkpoint, the config of a model that has such layers,
+    and what they are called.
+    """
+
+    folder: Path
+    config: Any
+    layers: Prediction
+
+
 def read_prediction(verifier: Verifier, folder: Path | None = None) -> PredictionLayers:
     """The layers that predict further tokens for a target.
 
@@ -78,6 +88,23 @@ def read_prediction(verifier: Verifier, folder: Path | None = None) -> Predictio
             another target.
         BackendError: the target's attention backend cannot serve them.
     """
+    found = source_of(verifier, folder)
+    assert isinstance(verifier, DecoderVerifier)
+    if not isinstance(found, Source):
+        return _assistant(verifier, *found)
+    own = layers_config(found.config, found.layers)
+    stored = verifier.checkpoint is not None and verifier.checkpoint.as_stored
+    backend = _backend(verifier, own)
+    weights = Weights(read_layers(verifier, found, own, as_stored=stored))
+    return layers_of(verifier, own, backend, builder_of(own, backend, weights), weights)
+
+
+def source_of(verifier: Verifier, folder: Path | None) -> Source | tuple[Path, Mapping[str, Any]]:
+    """Where the layers are; of an assistant the folder, and what its `config.json` says.
+
+    Raises:
+        CheckpointError: see `read_prediction`.
+    """
     if not isinstance(verifier, DecoderVerifier):
         raise CheckpointError(
             f"target {verifier.name!r} runs on transformers' modules, which have no layers for"
@@ -86,20 +113,19 @@ def read_prediction(verifier: Verifier, folder: Path | None = None) -> Predictio
     if folder is not None:
         entries = json_file(str(folder), "config.json", what="drafter") or {}
         if entries.get("model_type") in ASSISTANTS:
-            return _assistant(verifier, folder, entries)
-        return _of_speculators(verifier, folder, entries)
+            return folder, entries
+        return Source(folder, _of_speculators(verifier, entries), SPECULATORS)
     layers = family_of(verifier.config).prediction
     if layers is None or verifier.checkpoint is None:
         raise CheckpointError(
             f"target {verifier.name!r} of type {verifier.config.model_type!r} has no layers for"
             f" multi-token prediction of its own; use another drafter"
         )
-    return _layers(verifier, verifier.checkpoint.folder, verifier.config, layers)
+    return Source(verifier.checkpoint.folder, verifier.config, layers)
 
 
-def _of_speculators(
-    verifier: DecoderVerifier, folder: Path, entries: Mapping[str, Any]
-) -> PredictionLayers:
+def _of_speculators(verifier: DecoderVerifier, entries: Mapping[str, Any]) -> Any:
+    """The config that a checkpoint's `config.json` states."""
     stated = entries.get("transformer_layer_config")
     if not isinstance(stated, Mapping) or entries.get("num_nextn_predict_layers", 1) != 1:
         raise CheckpointError(
@@ -114,7 +140,7 @@ def _of_speculators(
                 f"it was made for a target whose {name} is {found}; that of {verifier.name!r} is"
                 f" {wanted}"
             )
-    return _layers(verifier, folder, config, SPECULATORS)
+    return config
 
 
 def layers_config(config: Any, layers: Prediction) -> Any:
@@ -135,15 +161,24 @@ def layers_config(config: Any, layers: Prediction) -> Any:
     return own
 
 
-def _layers(
-    verifier: DecoderVerifier, folder: Path, config: Any, layers: Prediction
-) -> PredictionLayers:
-    own, width = layers_config(config, layers), verifier.hidden_size
-    backend = _backend(verifier, own)
+def read_layers(
+    verifier: DecoderVerifier, source: Source, own: Any, *, as_stored: bool
+) -> dict[str, Any]:
+    """Tensors of layers with the config `own`, by the names of this file; see `read_named`."""
+    width = verifier.hidden_size
     extra = {"embedding_norm": [width], "hidden_norm": [width], "projection": [width, 2 * width]}
-    extra |= {"norm": [width]} if layers.has_norm else {}
-    weights = _read(verifier, folder, own, config, layers, shapes_of(own), extra)
-    builder = _builder(own, backend, weights)
+    extra |= {"norm": [width]} if source.layers.has_norm else {}
+    return _read(verifier, source, own, shapes_of(own), extra, as_stored=as_stored)
+
+
+def layers_of(
+    verifier: DecoderVerifier,
+    own: Any,
+    backend: AttentionBackend | MlaBackend,
+    builder: LayerBuilder,
+    weights: Weights,
+) -> PredictionLayers:
+    """The layers with the config `own` that `weights` make."""
     return PredictionLayers(
         embedding_norm=builder.norm(weights, "embedding_norm"),
         hidden_norm=builder.norm(weights, "hidden_norm"),
@@ -182,8 +217,10 @@ def _assistant(
     whole = shapes_of(_config(entries.get("text_config"), num_kv_shared_layers=0))
     absent = re.compile(r"\.(k_proj|v_proj|k_norm|v_norm)\.")
     shapes = {name: shape for name, shape in whole.items() if not absent.search(name)}
-    weights = _read(verifier, folder, config, config, ASSISTANT, shapes, extra)
-    builder = _builder(config, backend, weights)
+    stored = verifier.checkpoint is not None and verifier.checkpoint.as_stored
+    source = Source(folder, config, ASSISTANT)
+    weights = Weights(_read(verifier, source, config, shapes, extra, as_stored=stored))
+    builder = builder_of(config, backend, weights)
     return PredictionLayers(
         embedding_norm=None,
         hidden_norm=None,
@@ -265,33 +302,42 @@ def _common(
     }
 
 
-def _builder(config: Any, backend: AttentionBackend | MlaBackend, weights: Weights) -> LayerBuilder:
+def builder_of(
+    config: Any,
+    backend: AttentionBackend | MlaBackend,
+    weights: Weights,
+    earlier: LayerBuilder | None = None,
+) -> LayerBuilder:
+    """What builds layers from `weights`, whose names become those that it knows; `earlier` if that
+    is there.
+
+    Raises:
+        CheckpointError: our own layers have no such kind.
+    """
     description = describe(config)
     if description is None:
         raise CheckpointError(
             f"our own layers have no kind {config.model_type!r}; use another drafter"
         )
     weights.rename(description.names)
-    return LayerBuilder(config, description, backend)
+    return LayerBuilder(config, description, backend) if earlier is None else earlier
 
 
 def _read(
     verifier: DecoderVerifier,
-    folder: Path,
+    source: Source,
     own: Any,
-    config: Any,
-    layers: Prediction,
     shapes: Mapping[str, Sequence[int]],
     extra: Mapping[str, Sequence[int]],
-) -> Weights:
-    """The weights of the layers, whose `shapes` are those of a whole model, and `extra` ones by the
-    names of their modules; `config` names them, and `own` is that of the layers alone.
+    *,
+    as_stored: bool,
+) -> dict[str, Any]:
+    """The tensors of the layers, whose `shapes` are those of a whole model, and `extra` ones by the
+    names of their modules; `own` is the config of the layers alone.
     """
-    name = partial(prediction_name, config=config, layers=layers)
-    as_stored = verifier.checkpoint is not None and verifier.checkpoint.as_stored
-    weights = read_named(
-        folder, own, name, device=verifier.device, dtype=verifier.dtype, as_stored=as_stored
-    )
+    name = partial(prediction_name, config=source.config, layers=source.layers)
+    where: dict[str, Any] = {"device": verifier.device, "dtype": verifier.dtype}
+    weights = read_named(source.folder, own, name, **where, as_stored=as_stored)
     if not weights:
         raise CheckpointError(
             "the checkpoint holds no layers for multi-token prediction; use another drafter"
@@ -299,18 +345,23 @@ def _read(
     of_layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
     extras = {f"{module}.weight": shape for module, shape in extra.items()}
     check_shapes(weights, of_layers | extras)
-    return Weights(weights)
+    return weights
+
+
+def spec_of(verifier: DecoderVerifier, config: Any) -> AttentionSpec | MlaSpec:
+    """What layers with this config ask of the target's kind of attention."""
+    shared = verifier.attention.spec
+    same = ("device", "dtype", "block_size", "cache_dtype", "fp8_prefill")
+    options = {name: getattr(shared, name) for name in same if hasattr(shared, name)}
+    return backend_spec(config, **options)
 
 
 def _backend(verifier: DecoderVerifier, config: Any) -> AttentionBackend | MlaBackend:
     """The target's kind of attention, for these layers: the very one where they are like the
     target's.
     """
-    shared = verifier.attention.spec
-    same = ("device", "dtype", "block_size", "cache_dtype", "fp8_prefill")
-    options = {name: getattr(shared, name) for name in same if hasattr(shared, name)}
-    spec = backend_spec(config, **options)
-    if spec == shared:
+    spec = spec_of(verifier, config)
+    if spec == verifier.attention.spec:
         return verifier.attention
     kind: Any = type(verifier.attention)
     if reasons := kind.unsupported_reasons(spec):

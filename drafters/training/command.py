@@ -24,6 +24,7 @@ examples:
   specdec train --config run.toml --ray --workers 8
   specdec train finish --config run.toml
   specdec train --out run --init eagle3/head --answers-from own.jsonl --unroll 7
+  specdec train --out run --init mtp --model NAME --answers-from own.jsonl --unroll 3
   specdec train learn --out round --init smollm2-dflash --answers-from kept
   specdec train bench qwen3-8b --max-length 2048 --batch-size 8 16 --anchors 64 256 --compile
 

@@ -118,7 +118,9 @@ class TrainConfig:
     )
 
     init: str | None = _option(
-        None, "checkpoint to start from, a DFlash or EAGLE-3 drafter; it brings its own shape"
+        None,
+        "checkpoint to start from, a DFlash or EAGLE-3 drafter, or mtp, the target's own layers for"
+        " multi-token prediction; it brings its own shape",
     )
     unroll: int | None = _positive(
         None,

@@ -15,7 +15,7 @@ from drafters.training.data.dataset import Answer, AnswerSet
 from drafters.training.data.documents import answers_of, documents_run, write_documents
 from drafters.training.data.self_prompts import write_self_prompts
 from drafters.training.data.source import Source
-from drafters.training.families.choice import TrainedModel, trained
+from drafters.training.families.choice import TrainedModel, takes_stack, trained
 from drafters.training.finish import Agreement, engine_run, write_report
 from drafters.training.loss.evaluate import replay, shapes_of
 from drafters.training.loss.memory import memory_of
@@ -254,7 +254,8 @@ def load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
     """The target in a form of its own: training may change its attention and drop layers."""
     load = resolve(VERIFIERS, "hf", "verifier")
     where = {"device": device, "dtype": resolve_dtype(config.dtype, device)}
-    options = {"attention": config.attention, "fuse": False, "generation_config": None}
+    fuse = takes_stack(config.init)
+    options = {"attention": config.attention, "fuse": fuse, "generation_config": None}
     verifier, tokenizer = load(config.model, **where, **options)
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template

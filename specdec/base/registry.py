@@ -111,6 +111,7 @@ PARTS = {
     "gguf": "verifiers.weights.gguf_folder:unpacked",  # a GGUF file wherever a checkpoint is named
     # --drafter mtp, whose layers are like those of the target
     "prediction": "verifiers.prediction:read_prediction",
+    "prediction weights": "verifiers.prediction_weights:PredictionWeights",  # train --init mtp
 }
 """What the command line and drafters take from a package that they do not import."""
 

@@ -96,7 +96,7 @@ class BlockedLinear(Linear):
     """A bfloat16 weight on a CPU, in oneDNN's blocked layout.
 
     Otherwise every call would rearrange it, which for a few rows costs more than the product. The
-    result is the same to the bit.
+    result is the same to the bit. Rows get gradients, the weight none.
 
     Args:
         weight: [out, in]; it may be released once the object exists.
@@ -113,6 +113,9 @@ class BlockedLinear(Linear):
         return self._blocks.numel() * self._blocks.element_size()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:  # which oneDNN's product does not tell
+            out = F.linear(x, self._blocks.to_dense(), self.bias)
+            return out if residual is None else out + residual
         if x.ndim == 2 and x.shape[0] == 1 and self.in_features > LONE_ROW_INPUTS:
             return self._multiply(_twice(x), None if residual is None else _twice(residual))[:1]
         return self._multiply(x, residual)

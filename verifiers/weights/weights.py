@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.base.errors import CheckpointError
-from specdec.layers.linear import Linear
+from specdec.layers.linear import DenseLinear, Linear
 from specdec.layers.linear_choice import linear
 from specdec.layers.packed.gguf import GgufWeight, Quantized, alike, joined
 from specdec.layers.sharded import SummedLinear
@@ -36,11 +36,13 @@ class Weights:
             Weights of linear layers and of experts may be packed, as the checkpoint stores them.
         prefix: before every name.
         group: the ranks that tensors are divided among, of which this is one; None for whole ones.
+        trained: each stays as it is for who trains it, and gradients reach it.
     """
 
     tensors: dict[str, Tensor | Quantized]
     prefix: str = ""
     group: Group | None = None
+    trained: bool = False
 
     @classmethod
     def of_model(cls, model: nn.Module) -> "Weights":
@@ -62,6 +64,8 @@ class Weights:
             return None
         if isinstance(tensor, Quantized):
             return tensor.dequantized()
+        if self.trained:
+            return tensor
         taken = tensor.detach()
         # whoever else holds the parameter does not keep its memory
         tensor.data = taken.new_empty(0)
@@ -181,7 +185,8 @@ class Weights:
         packed = self._packed(names, orders)
         if packed is not None:
             return linear(packed, bias)
-        return linear(self._parts(names, "weight", orders), bias)
+        make = DenseLinear if self.trained else linear
+        return make(self._parts(names, "weight", orders), bias)
 
     def output(self, name: str) -> Linear:
         """A projection back to the width of the model, of which ranks have parts."""

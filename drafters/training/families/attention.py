@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Scoring
-from specdec.kv_cache import LayerCache
+from specdec.attention.mla import MlaBackend, MlaRows, MlaSpec, UpProjection
+from specdec.base.errors import InvalidInputError
+from specdec.kv_cache import LatentLayerSpec, LayerCache
 
 
 @dataclass(slots=True)
@@ -89,25 +91,90 @@ class UnrolledAttention(AttentionBackend):
         **how: Unpack[Scoring],
     ) -> Tensor:
         """See `AttentionBackend.run`."""
-        q, *new = (x.unflatten(0, (plan.num_seqs, -1)).transpose(1, 2) for x in (query, key, value))
-        cache.append(tuple(new))
-        k, v = new if len(cache) == 1 else (torch.cat(x, dim=2) for x in zip(*cache, strict=True))
-        plain = how.get("softcap") is None and how.get("sinks") is None
-        if plain and plan.anchors is None and how.get("window") is None:
-            many = q.shape[1] != k.shape[1]
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=how["scale"], enable_gqa=many
-            )
-            return out.transpose(1, 2).flatten(0, 1)
-        # Heads that share a key head become rows, so that keys are not copied for each.
-        groups, rows = q.shape[1] // k.shape[1], q.shape[2]
-        folded = q.unflatten(1, (-1, groups)).flatten(2, 3)
-        seen = plan.seen(how.get("window"), q.device).repeat(1, groups, 1)[:, None]
-        if plain:
-            out = F.scaled_dot_product_attention(folded, k, v, attn_mask=seen, scale=how["scale"])
-        else:
-            out = _weigh(folded, k, v, seen, **how)
-        return out.unflatten(2, (groups, rows)).flatten(1, 2).transpose(1, 2).flatten(0, 1)
+        return _attend(query, key, value, cache, plan, **how)
+
+
+class UnrolledLatent(MlaBackend):
+    """The same of latent attention, with keys and values of all heads as they are in a prompt."""
+
+    name, prefill_tokens, differentiable = "unrolled", 0, True
+    mha_backend = UnrolledAttention
+
+    @classmethod
+    def unsupported_reasons(cls, spec: MlaSpec) -> list[str]:
+        """What is not written down here."""
+        return [] if spec.indexer is None else ["an indexer that selects positions"]
+
+    @property
+    def cache_spec(self) -> LatentLayerSpec:
+        """See `MlaBackend.cache_spec`."""
+        return LatentLayerSpec(width=self.spec.latent_dim)
+
+    def plan(self, metadata: Any) -> Any:
+        """The step itself."""
+        return metadata
+
+    def write(self, *args: Any) -> None:
+        """Not asked for: `run` keeps keys and values."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        rows: MlaRows,
+        up: UpProjection,
+        cache: Any,
+        plan: Step,
+        *,
+        scale: float,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        """See `MlaBackend.run`."""
+        query = torch.cat([rows.query_nope, rows.query_rope], dim=-1)
+        key = torch.einsum("tr,hnr->thn", rows.compressed, up.key)
+        turned = rows.key_rope[:, None].expand(-1, key.shape[1], -1)
+        value = torch.einsum("tr,hrv->thv", rows.compressed, up.value)
+        return _attend(query, torch.cat([key, turned], dim=-1), value, cache, plan, scale=scale)
+
+
+def unrolled(spec: AttentionSpec | MlaSpec) -> UnrolledAttention | UnrolledLatent:
+    """The attention of layers.
+
+    Raises:
+        InvalidInputError: it is not written down here.
+    """
+    kind: Any = UnrolledAttention if isinstance(spec, AttentionSpec) else UnrolledLatent
+    shapes = spec.each if isinstance(spec, AttentionSpec) else (spec,)
+    if reasons := [reason for shape in shapes for reason in kind.unsupported_reasons(shape)]:
+        raise InvalidInputError(
+            f"the layers have {reasons[0]}, which training does not know; leave --init out"
+        )
+    backend: UnrolledAttention | UnrolledLatent = kind(spec)
+    return backend
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, cache: Any, plan: Step, **how: Unpack[Scoring]
+) -> Tensor:
+    """What rows of a step [n, heads, D] see, [n, heads, D of values]; keeps keys and values."""
+    q, *new = (x.unflatten(0, (plan.num_seqs, -1)).transpose(1, 2) for x in (query, key, value))
+    cache.append(tuple(new))
+    k, v = new if len(cache) == 1 else (torch.cat(x, dim=2) for x in zip(*cache, strict=True))
+    plain = how.get("softcap") is None and how.get("sinks") is None
+    if plain and plan.anchors is None and how.get("window") is None:
+        several = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=how["scale"], enable_gqa=several
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+    # Heads that share a key head become rows, so that keys are not copied for each.
+    groups, rows = q.shape[1] // k.shape[1], q.shape[2]
+    folded = q.unflatten(1, (-1, groups)).flatten(2, 3)
+    seen = plan.seen(how.get("window"), q.device).repeat(1, groups, 1)[:, None]
+    if plain:
+        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=seen, scale=how["scale"])
+    else:
+        out = _weigh(folded, k, v, seen, **how)
+    return out.unflatten(2, (groups, rows)).flatten(1, 2).transpose(1, 2).flatten(0, 1)
 
 
 def _weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, **how: Unpack[Scoring]) -> Tensor:

@@ -6,6 +6,7 @@ from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.families.dflash import TrainedDFlash
 from drafters.training.families.eagle3 import eagle3_model
+from drafters.training.families.mtp import OWN, mtp_model
 from drafters.training.families.trained import Trained
 from drafters.training.families.unrolled import TrainedUnrolled, UnrolledModel
 from drafters.training.target import Target
@@ -30,10 +31,22 @@ def unrolled_model(config: TrainConfig, verifier: Verifier) -> UnrolledModel | N
         InvalidInputError: an option, or a kind of drafter, that is not trained.
         CheckpointError: it cannot be read, or was made for another target.
     """
-    if config.init is None:
-        return None
+    algorithm = _algorithm(config.init)
+    if algorithm == "mtp":
+        return mtp_model(config, verifier)
+    return eagle3_model(config, verifier) if algorithm in ("eagle3", "peagle") else None
+
+
+def takes_stack(init: str | None) -> bool:
+    """Whether a drafter to begin with takes a target on our own layers, which it shares."""
+    return _algorithm(init) == "mtp"
+
+
+def _algorithm(init: str | None) -> str | None:
+    """The algorithm of a drafter to begin with; None where there is none, or none that says it."""
+    if init is None or init == OWN:
+        return init
     try:
-        algorithm = algorithm_of(read_json(find_folder(config.init) / CONFIG))
+        return algorithm_of(read_json(find_folder(init) / CONFIG))
     except CheckpointError:  # which is said when it is read
         return None
-    return eagle3_model(config, verifier) if algorithm in ("eagle3", "peagle") else None

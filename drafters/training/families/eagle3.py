@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from drafters.eagle3.checkpoint import read_checkpoint
-from drafters.eagle3.config import Eagle3Config
+from drafters.eagle3.config import MAX_DRAFTS, Eagle3Config
 from drafters.eagle3.drafter import borrows, check_fit
 from drafters.eagle3.layout import Layout, unwritable, write_checkpoint
 from drafters.eagle3.network import Eagle3Network
@@ -81,4 +81,7 @@ def eagle3_model(config: TrainConfig, verifier: Verifier) -> Eagle3Model:
             " out"
         )
     check_fit(own, verifier, borrows=borrows(own, tensors))
-    return Eagle3Model(own, tensors, verifier, num_steps(config, own.max_draft_tokens))
+    # what sglang's layout does not say
+    most = own.max_draft_tokens if unwritable(own, "speculators") else MAX_DRAFTS
+    steps = num_steps(config, own.max_draft_tokens, most)
+    return Eagle3Model(own, tensors, verifier, steps)

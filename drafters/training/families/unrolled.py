@@ -26,8 +26,6 @@ from specdec.attention.backend import AttentionSpec
 from specdec.base.errors import InvalidInputError, shown
 from specdec.model.core import Verifier
 
-MAX_UNROLL = 64
-"""Steps at most."""
 LEFT_OUT = (
     "head", "convolutions", "tied_tables", "draft_vocab", "confidence", "base_until", "base_share",
     "compile", "shard", "pack_length",
@@ -122,16 +120,8 @@ class TrainedUnrolled(Trained):
     def __init__(self, model: UnrolledModel, target: Target) -> None:
         self._model, verifier = model, target.verifier
         self._target: Any = copy.copy(verifier)
-        shared = verifier.attention.spec
         self._target.attention = UnrolledAttention(
-            AttentionSpec(
-                shared.device,
-                shared.dtype,
-                num_heads=1,
-                num_kv_heads=1,
-                head_dim=2,
-                block_size=shared.block_size,
-            )
+            AttentionSpec(target.device, target.dtype, 1, 1, head_dim=2, block_size=1)
         )
         self._network = model.network(self._target)
         head = model.tensors.get("lm_head.weight")
@@ -179,8 +169,8 @@ class TrainedUnrolled(Trained):
         return self._model.export(run, self._target)
 
 
-def num_steps(config: TrainConfig, drafts: int) -> int:
-    """Steps to unroll a drafter of so many drafts for.
+def num_steps(config: TrainConfig, drafts: int, most: int) -> int:
+    """Steps to unroll a drafter for that is known to make so many drafts, and at most `most`.
 
     Raises:
         InvalidInputError: too many, or an option of DFlash drafters alone.
@@ -193,6 +183,8 @@ def num_steps(config: TrainConfig, drafts: int) -> int:
                 f" token by token, for which training has no such option; leave it out"
             )
     steps = drafts if config.unroll is None else config.unroll
-    if steps > MAX_UNROLL:
-        raise InvalidInputError(f"unroll is {steps}; it must be at most {MAX_UNROLL}")
+    if steps > most:
+        raise InvalidInputError(
+            f"unroll is {steps}; it must be at most {most}, the drafts that {config.init!r} makes"
+        )
     return steps

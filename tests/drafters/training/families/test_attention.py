@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.training.families.attention import Step, UnrolledAttention
+from drafters.training.families.attention import Step, UnrolledAttention, UnrolledLatent, unrolled
 from specdec.attention.backend import AttentionSpec
+from specdec.attention.mla import MlaRows, MlaSpec, UpProjection
 
 HEADS, KV_HEADS, DIM, LENGTH, BLOCKS = 4, 2, 8, 9, 3
 CPU = torch.device("cpu")
@@ -64,3 +65,32 @@ def test_a_row_sees_what_is_before_its_block_and_its_own_block(
             near = [one for one in seen if window is None or position - one[0] < window]
             keys, values = (torch.stack(list(x)) for x in list(zip(*near, strict=True))[1:])
             torch.testing.assert_close(out[number], alone(query[number], keys, values, how))
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_gradients_are_those_of_small_changes(latent: bool) -> None:
+    """Over two steps. Catches queries, keys or values whose gradient stops."""
+    torch.manual_seed(0)
+    spec: Any = AttentionSpec(CPU, torch.float64, HEADS, KV_HEADS, DIM, 16)
+    shapes: list[tuple[int, ...]] = [(HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM)]
+    maps: list[Tensor] = []
+    if latent:
+        spec = MlaSpec(CPU, torch.float64, HEADS, 6, DIM, 4, 5, 16)
+        shapes = [(HEADS, DIM), (HEADS, 4), (6,), (4,)]
+        maps = [torch.randn(HEADS, DIM, 6), torch.randn(HEADS, 6, 5)]
+    backend: Any = unrolled(spec)
+    given = [torch.randn(n, *shape) for n in (LENGTH, BLOCKS) for shape in shapes] + maps
+    given = [one.double().requires_grad_() for one in given]
+
+    def both(*given: Tensor) -> Tensor:
+        cache, outs, count = list[Any](), [], len(shapes)
+        for step, anchors in enumerate((None, torch.tensor([[2, 4, 8]]))):
+            rows, plan = given[step * count : (step + 1) * count], Step(1, LENGTH, step, anchors)
+            if isinstance(backend, UnrolledLatent):
+                up = UpProjection(*given[2 * count :])
+                outs.append(backend.run(MlaRows(*rows), up, cache, plan, scale=0.7))
+            else:
+                outs.append(backend.run(*rows, cache, plan, scale=0.7))
+        return torch.cat(outs)
+
+    assert torch.autograd.gradcheck(both, given)

@@ -106,10 +106,13 @@ def test_blocks_and_gradients_are_the_papers(tmp_path: Path) -> None:
         assert ours[name].any(), name
 
 
-def test_a_step_moves_every_weight_and_nothing_of_the_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_moves_every_weight_and_nothing_of_the_target(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     """And does not make the host wait."""
     changes: dict[str, Any] = {"kl": 0.5, "replay": 0.5, "loss": "dpace"}
-    trainer = eagle_trainer(tmp_path, weight_decay=0.0, **changes)
+    trainer = eagle_trainer(tmp_path, dtype=dtype, weight_decay=0.0, lr=0.1, **changes)
     target = trainer.target.verifier.model
     before = [
         {n: x.clone() for n, x in one.state_dict().items()} for one in (trainer.model, target)
