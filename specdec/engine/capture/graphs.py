@@ -186,6 +186,7 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
             (BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device
         )
         self._selection: Selection | None = None  # whose slots the static ones are
+        self._some: dict[tuple[StepShape, int], bool] = {}  # by how many graphs there were
 
     def prepare(
         self, selection: Selection, block: BlockShape, context: Context = "now"
@@ -211,20 +212,27 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
 
     def ready(self, selection: Selection, context: Context) -> Callable[[BlockShape], bool]:
         """Tells of any block whether a step of a batch may have it: not where another has a graph
-        and it has none.
+        and it has none. One without drafts always may.
 
         Args:
             selection: the batch.
             context: of a step without drafts.
         """
         shapes = self._shapes(selection)
-        if not self.serving or self.nearest(shapes(BlockShape(0), context)) is None:
+        if not self.serving or not self._has_some(shapes, shapes(BlockShape(0), context)):
             return lambda block: True
+        return lambda block: not block.drafts or self.nearest(shapes(block, "now")) is not None
 
-        def is_captured(block: BlockShape) -> bool:
-            return self.nearest(shapes(block, "now" if block.drafts else context)) is not None
-
-        return is_captured
+    def _has_some(
+        self, shapes: Callable[[BlockShape, Context], StepShape], plain: StepShape
+    ) -> bool:
+        """Whether a step of a batch, whose plain one is `plain`, has a graph with any block."""
+        key = plain, len(self.graphs)
+        if key not in self._some:
+            self._some[key] = any(
+                self._cost(one, shapes(one.block, one.context)) is not None for one in self.graphs
+            )
+        return self._some[key]
 
     def _cost(self, one: StepShape, shape: StepShape) -> tuple[Any, ...] | None:
         """See `ShapeGraphs`."""

@@ -214,6 +214,26 @@ def test_only_shapes_that_are_captured_are_chosen(
     assert chain not in engine.timer.steps_by_shape and len(engine.timer.steps_by_shape) > 1
 
 
+def test_where_plain_steps_are_not_captured_other_shapes_still_have_to_be(
+    outputs: dict[tuple[int, ...], list[int]],
+) -> None:
+    """As behind a warm-up whose drafts paid: what else is tried would run without a graph."""
+    engine, _ = ready_engine(outputs)
+    steps = engine.runner.graphs
+    assert steps is not None
+    request = engine.add_request(list(next(iter(outputs))), KINDS[0])
+    engine.step()
+    chains = sorted(s for s in engine.planner.shapes if s.drafts and not s.is_tree)
+    for shape in [one for one in steps.graphs if one.block in (BlockShape(0), chains[-1])]:
+        del steps.graphs[shape]
+    steps._nearest.clear()
+    ready = engine.runner.ready(engine.slots.select([request]))
+    assert ready(BlockShape(0)) and ready(chains[0]) and not ready(chains[-1])
+    steps.graphs.clear()
+    steps._nearest.clear()
+    assert engine.runner.ready(engine.slots.select([request]))(chains[-1])
+
+
 def test_shorter_contexts_are_captured_while_nobody_asks(
     outputs: dict[tuple[int, ...], list[int]],
     monkeypatch: pytest.MonkeyPatch,
