@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.model import DFlashModel
 from drafters.dflash.tied import checkpoint_names
 from drafters.training.config import TrainConfig
 from drafters.training.learning.served import read_served, split
 from drafters.training.learning.verdict import Verdict, compared
-from drafters.training.shape import dflash_drafter
+from drafters.training.shape import make_drafter
 from drafters.training.stages import answer_set, load_target, say
 from drafters.training.state import STATE_FILE
 from drafters.training.target import Target
@@ -47,7 +48,12 @@ def learn(config: TrainConfig) -> bool:
     answers = read_served(folder, config.max_prompts, max_length=config.max_length)
     trained, heldout = split(answers, config.heldout)
     verifier, tokenizer = load_target(config, resolve_device(config.device))
-    model = dflash_drafter(config, verifier, tokenizer)
+    model = make_drafter(config, verifier, tokenizer)
+    if not isinstance(model, DFlashModel):
+        raise InvalidInputError(
+            f"drafter {config.init!r} goes token by token, and specdec train learn knows DFlash"
+            f" drafters alone; give the same requests to specdec train"
+        )
     model.config = replace(model.config, coupling=read_checkpoint(config.init)[0].coupling)
     target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher)
 

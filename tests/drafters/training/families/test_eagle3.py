@@ -229,3 +229,13 @@ def test_what_is_not_trained_is_said_in_a_line(
     said = capsys.readouterr().err.splitlines()
     assert message in said[-1]
     assert not list((tmp_path / "run").glob("answers/*.gz"))
+
+
+def test_a_step_is_the_same_however_it_is_split(tmp_path: Path) -> None:
+    """Catches a network of another forward's weights, and keys that blocks of another one left."""
+    whole, split = (
+        eagle_trainer(tmp_path / str(parts), accumulation=parts, replay=0.5) for parts in (1, 4)
+    )
+    for one, other in zip(*(list(run.steps(3).items()) for run in (whole, split)), strict=True):
+        if one[0] in ("loss", "train_tau", "grad_norm"):
+            assert one[1] == pytest.approx(other[1], rel=1e-4), one[0]

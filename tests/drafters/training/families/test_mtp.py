@@ -17,14 +17,16 @@ from drafters.load import load_drafter
 from drafters.mtp.load import load_mtp
 from drafters.training.families.choice import trained
 from drafters.training.families.mtp import mtp_model
+from drafters.training.shape import make_drafter
 from drafters.training.stages import run_stages
 from drafters.training.target import Target
-from specdec.base.errors import InvalidInputError
+from specdec.base.errors import CheckpointError, InvalidInputError
 from tests.drafters.mtp.test_oracles import TEXT, ours
 from tests.drafters.training.figures import log_rows
 from tests.drafters.training.small import CPU, sequences
 from tests.drafters.training.toy import toy_config, write_prompts, write_target
 from tests.helpers import quantized, tiny_predictions
+from tests.helpers.tiny_assistants import gemma4_target, sharing, write_assistant
 from tests.helpers.tiny_predictions import CASES, PARTS, QWEN, SPECULATORS, reference
 from tests.verifiers.test_load_quantized import FP8
 from tests.verifiers.test_quantized_checkpoint import BLOCK as SCALED
@@ -188,3 +190,18 @@ def test_layers_learn_and_do_in_the_engine_what_training_said(tmp_path: Path) ->
     assert again["tau_engine"] == again["tau_replayed"]
     with (tmp_path / "further" / "training" / "log.csv").open(newline="") as file:
         assert next(csv.DictReader(file))["tau"] == rows[-1]["tau"]
+
+
+@pytest.mark.slow
+def test_assistants_and_missing_layers_are_refused(tmp_path: Path, answered: Path) -> None:
+    """An assistant has no keys of its own to unroll; a Llama has no such layer."""
+    with sharing():
+        write_assistant(tmp_path / "assistant", gemma4_target(tmp_path / "target", "gemma4_shared"))
+        verifier = loaded(tmp_path / "target")
+        config = toy_config(tmp_path / "toy", init=str(tmp_path / "assistant"))
+        with pytest.raises(InvalidInputError, match=r"reads its target's keys.*leave --init out"):
+            make_drafter(config, verifier, None)
+    with pytest.raises(
+        CheckpointError, match="has no layers for multi-token prediction of its own"
+    ):
+        run_stages(("train",), toy_config(answered, init="mtp"))

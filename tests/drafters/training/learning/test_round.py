@@ -17,6 +17,8 @@ from specdec import EngineConfig, SpecDecoder
 from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import pooled
 from specdec.cli.main import main
+from tests.drafters.eagle3.heads import write_head
+from tests.drafters.training.families.test_eagle3 import SGLANGS
 from tests.drafters.training.learning.kept import (
     prompts,
     round_config,
@@ -140,6 +142,9 @@ def test_what_cannot_teach_is_refused(world: Path, tmp_path: Path) -> None:
         read_served(tmp_path / "none")
     with pytest.raises(InvalidInputError, match="give --init and one folder"):
         learn(replace(round_config(world, world / "untrained", world), init=None))
+    head = write_head(tmp_path / "head", SGLANGS)
+    with pytest.raises(InvalidInputError, match=r"goes token by token.*give the same requests to"):
+        learn(round_config(world, head, world / "kept-0"))
     with pytest.raises(InvalidInputError, match="drafter 'suffix' cannot learn"):
         trainable("suffix")
     assert trainable(f"suffix+{world / 'untrained'}") == str(world / "untrained")
