@@ -37,6 +37,11 @@ def dflash_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlash
         InvalidInputError: a tap or the mask token does not suit the target.
         CheckpointError: `init` cannot be read, or was made for another target.
     """
+    if config.unroll is not None:
+        raise InvalidInputError(
+            f"unroll is {config.unroll}, and DFlash drafters write a block at once; leave it out,"
+            f" or name an EAGLE-3 drafter or mtp as --init"
+        )
     known: dict[str, Tensor] = {}
     if config.init is None:
         shape = new_config(config, verifier, tokenizer)

@@ -27,6 +27,7 @@ from tests.drafters.eagle3.heads import (
     write_head,
 )
 from tests.drafters.tiny import VOCAB as TINY_VOCAB
+from tests.drafters.tiny import write_tiny_dflash
 from tests.drafters.training.figures import log_rows
 from tests.drafters.training.small import CPU, sequences, small_trainer
 from tests.drafters.training.toy import VOCAB, as_flags, toy_config
@@ -207,6 +208,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
         {"pack_length": 4096},
         "pack-length is 4096, and drafter",
     ),
+    "a block": (write_tiny_dflash, {"unroll": 3}, "unroll is 3, and DFlash drafters write a block"),
     "steps": (
         lambda path: write_head(path, SGLANGS),
         {"unroll": 65},
