@@ -71,11 +71,15 @@ class PredictionWeights:
         attention: Callable[[AttentionSpec | MlaSpec], AttentionBackend | MlaBackend],
     ) -> PredictionLayers:
         """The layers that `tensors` make, through which gradients reach them, on `attention`."""
-        backend = attention(spec_of(verifier, self._own))
+        backend = attention(self.spec(verifier))
         weights = Weights(dict(tensors), trained=True)
         builder = builder_of(self._own, backend, weights, self._builder)
         self._builder = builder  # whose rotations wait for numbers
         return layers_of(verifier, self._own, backend, builder, weights)
+
+    def spec(self, verifier: Any) -> AttentionSpec | MlaSpec:
+        """What the layers ask of their attention."""
+        return spec_of(verifier, self._own)
 
     def stated(self) -> dict[str, Any]:
         """What `config.json` says in the layout of speculators, beside who drafts."""

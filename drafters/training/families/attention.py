@@ -64,7 +64,9 @@ class Step:
 
 
 class UnrolledAttention(AttentionBackend):
-    """See above. The cache of a layer is a list of the keys and values of each step so far."""
+    """Attention of unrolled steps. The cache of a layer is a list of the keys and values of each
+    step so far.
+    """
 
     name, prefill_tokens, differentiable = "unrolled", 0, True
 

@@ -72,8 +72,8 @@ def mtp_model(config: TrainConfig, verifier: Verifier) -> MtpModel:
         resolve(PARTS, "prediction weights", "part"),
         num_steps(config, USUAL_DRAFTS, USUAL_DRAFTS),
     )
-    if config.init == OWN:
-        return MtpModel(read(verifier), verifier, steps)
-    folder = find_folder(config.init)
+    folder = None if config.init == OWN else find_folder(config.init)
     with naming(config.init):
-        return MtpModel(read(verifier, folder), verifier, steps)
+        source = read(verifier, folder)
+    unrolled(source.spec(verifier))  # what cannot be trained must not wait for answers
+    return MtpModel(source, verifier, steps)

@@ -99,8 +99,7 @@ def test_layers_that_could_not_be_kept_or_trained_are_refused(name: str, tmp_pat
     message = "an indexer" if name in INDEXED else "no words in the layout of speculators"
     verifier = loaded(tmp_path)
     with pytest.raises(InvalidInputError, match=f"{message}.*leave --init out"):
-        model = mtp_model(config, verifier)
-        trained(model, Target(verifier, model.config.target_layer_ids), config)
+        mtp_model(config, verifier)
 
 
 def toy_with_layers(folder: Path) -> Path:
