@@ -195,8 +195,8 @@ def test_layers_learn_and_do_in_the_engine_what_training_said(tmp_path: Path) ->
 def test_assistants_and_missing_layers_are_refused(tmp_path: Path, answered: Path) -> None:
     """An assistant has no keys of its own to unroll; a Llama has no such layer."""
     with sharing():
-        write_assistant(tmp_path / "assistant", gemma4_target(tmp_path / "target", "gemma4_shared"))
-        verifier = loaded(tmp_path / "target")
+        write_assistant(tmp_path / "assistant", gemma4_target(tmp_path / "gemma", "gemma4_shared"))
+        verifier = loaded(tmp_path / "gemma")
         config = toy_config(tmp_path / "toy", init=str(tmp_path / "assistant"))
         with pytest.raises(InvalidInputError, match=r"reads its target's keys.*leave --init out"):
             make_drafter(config, verifier, None)
