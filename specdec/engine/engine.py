@@ -296,10 +296,7 @@ class SpecEngine:
 
     def _decode(self, launch: Launch) -> None:
         """Launches a decode step."""
-        planned = launch.block
         self.runner.defer(launch)
-        if launch.block != planned:
-            self.planner.put_off(launch)
         self.runner.copy_states(self.scheduler.prefix.copies(launch.requests))
         self.runner.decode(launch, self.clock)
         most = launch.shape.depth + 1

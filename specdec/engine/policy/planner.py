@@ -79,8 +79,6 @@ class Planner:
             limits = self.limits.joined(request.sampling for request in requests)
             budget = 0.0 if choice else launch.shape.budget
             launch.block = limits.fit(launch.shape, self.shapes)._replace(budget=budget)
-            if choice and not launch.shape.drafts:
-                choice.put_off()
         shape = launch.shape
         # what of a tree reaches too far is cut off
         if not shape.is_tree or (
@@ -107,11 +105,6 @@ class Planner:
         if self.choice or self._runner.graphs:
             k = next(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
         return k
-
-    def put_off(self, launch: Launch) -> None:
-        """The step has no drafts after all, since drafters must take over context first."""
-        if choice := self._choice(launch.selection):
-            choice.put_off()
 
     def forget_acceptance(self) -> None:
         """The drafter has become another one; steps take as long as before."""

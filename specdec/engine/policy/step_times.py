@@ -1,9 +1,11 @@
-"""How long steps take, by requests and the shape of their blocks: measured, and estimated where
-they are not.
+"""How long steps take, by batch and shape of their blocks: measured, and estimated where they are
+not.
 """
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import ge
 from typing import NamedTuple
 
 from specdec.base.blocks import BlockShape
@@ -15,158 +17,174 @@ _SAMPLES = 15  # times kept per shape
 # steps after which times may be of shorter contexts or of a busier machine, and give way to new
 # ones
 _FRESH = 64
-_CHANGE = 1.5  # how many times as long or short a step must take for all old times to be forgotten
+_KNOWN = 2500  # steps after which a time is as unknown as before
+_FIRST_ROWS = 8  # of a request, in what is tried before anything is measured
+
+
+class Batch(NamedTuple):
+    """What the time of a step depends on, beside its shape.
+
+    Attributes:
+        sampled: a request has a temperature: steps take longer and accept less.
+        num_reqs: requests, as `batch_bucket` counts them.
+    """
+
+    sampled: bool
+    num_reqs: int
+
+
+@dataclass(slots=True)
+class Samples:
+    """Times of one shape in one kind of batch.
+
+    Attributes:
+        late: the last ones.
+        last: of the last step, also of the first, which pays for memory and for choosing kernels
+            and is left out of `late`; 0 before any.
+        step: when one was measured, of all steps of such batches.
+        seconds: their lower quartile, as disturbances only lengthen; None before there are enough.
+    """
+
+    late: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    last: float = 0.0
+    step: int = 0
+    seconds: float | None = None
+
+    def observe(self, seconds: float, step: int) -> None:
+        """Takes over the time of a step."""
+        if self.last:
+            if step - self.step > _FRESH:
+                self.late.clear()
+            self.late.append(seconds)
+            self.step = step
+        if len(self.late) >= ENOUGH:
+            self.seconds = sorted(self.late)[len(self.late) // 4]
+        self.last = seconds
 
 
 class StepTimes:
-    """Seconds of a step by the shape of its blocks, at one batch size.
+    """Seconds of a step, by its batch and the shape of its blocks.
 
     Args:
-        arms: shapes, those of a kind in the order of their drafts.
+        arms: shapes that steps may have.
+        forward_for_each: see `specdec.model.core.Drafter.forward_for_each`.
+
+    Attributes:
+        num_steps: that were measured, by batch.
     """
 
-    def __init__(self, arms: Sequence[BlockShape]) -> None:
-        self._samples: dict[BlockShape, deque[float]] = {
-            shape: deque(maxlen=_SAMPLES) for shape in arms
+    def __init__(self, arms: Sequence[BlockShape], *, forward_for_each: bool = False) -> None:
+        self.num_steps = Counter[Batch]()
+        self._arms, self._forward_for_each = sorted(arms), forward_for_each
+        self._samples: dict[Batch, dict[BlockShape, Samples]] = {}
+        # until another shape is measured
+        self._estimates: dict[Batch, dict[BlockShape, float]] = {}
+
+    def of(self, batch: Batch) -> Mapping[BlockShape, Samples]:
+        """What was measured."""
+        if batch not in self._samples:
+            self._samples[batch] = {shape: Samples() for shape in self._arms}
+        return self._samples[batch]
+
+    def observe(self, batch: Batch, shape: BlockShape, seconds: float) -> None:
+        """Takes over the time of a step."""
+        self.num_steps[batch] += 1
+        samples = self.of(batch)[shape]
+        known = samples.seconds
+        samples.observe(max(seconds, 1e-9), self.num_steps[batch])
+        if known is None and samples.seconds:
+            self._estimates.clear()
+
+    def most(self, batch: Batch, shape: BlockShape) -> float:
+        """Seconds that a step takes at most: what the last took, or no less than its rows one by
+        one; 0 where nothing tells.
+        """
+        samples = self.of(batch)
+        if took := samples[shape].seconds or samples[shape].last:
+            return took
+        each = [(one.mean_rows, known.seconds) for one, known in samples.items() if known.seconds]
+        rows, took = max((one for one in each if one[0] <= shape.mean_rows), default=(1.0, 0.0))
+        return took * shape.mean_rows / rows
+
+    def seconds(self, batch: Batch) -> dict[BlockShape, float]:
+        """Time of a step by shape, as far as there is anything to tell it from: no shorter than
+        with fewer drafts of the same kind.
+        """
+        samples = self.of(batch)
+        for one in samples.values():
+            if one.seconds and one.step < self.num_steps[batch] - _KNOWN:
+                one.seconds = None
+                one.late.clear()
+                self._estimates.clear()
+        if batch not in self._estimates:
+            self._estimates[batch] = self._estimate(batch)
+        found = self._estimates[batch].copy()
+        longest: dict[tuple[bool, bool], float] = {}
+        for shape in self._arms:
+            kind = shape.is_tree, shape.budget > 0
+            if took := samples[shape].seconds:
+                found[shape] = took
+            elif shape in found:
+                found[shape] = max(found[shape], longest.get(kind, 0.0))
+            longest[kind] = found.get(shape, 0.0)
+        longest.clear()
+        for shape in reversed(found):
+            kind = shape.is_tree, shape.budget > 0
+            longest[kind] = found[shape] = min(found[shape], longest.get(kind, found[shape]))
+        return found
+
+    def _estimate(self, batch: Batch) -> dict[BlockShape, float]:
+        """Seconds of shapes of at most twice the rows of all that have been tried: the time of a
+        much larger one would be a guess.
+        """
+        known = {
+            self._size(there, shape): one.seconds
+            for there, samples in self._samples.items()
+            if there.sampled == batch.sampled
+            for shape, one in samples.items()
+            if one.seconds
         }
-        self._quartiles: dict[BlockShape, float] = {}  # of these, where there are enough
-        self._measured_at = dict.fromkeys(arms, 0)
-        # what was forgotten, until there is something new to compare it with
-        self._before: dict[BlockShape, float] = {}
-        self._cold = set(arms)
-        self._num_steps = 0
+        most = max([_FIRST_ROWS, *(2 * size.rows / size.num_reqs for size in known)])
+        sizes = {s: self._size(batch, s) for s in self._arms if s.mean_rows <= most}
+        times = {shape: size.estimate(known) for shape, size in sizes.items()}
+        return {shape: took for shape, took in times.items() if took}
 
-    def observe(self, shape: BlockShape, seconds: float) -> None:
-        """Takes over the time of a step. The first of its kind is left out: it pays for memory and
-        for choosing kernels.
-        """
-        self._num_steps += 1
-        if shape in self._cold:
-            self._cold.discard(shape)
-            return
-        samples = self._samples[shape]
-        if self.age(shape) > _FRESH and samples:
-            self._before[shape] = _lower_quartile(samples)
-            self._forget(shape)
-        samples.append(seconds)
-        self._measured_at[shape] = self._num_steps
-        if len(samples) < ENOUGH:
-            return
-        now = self._quartiles[shape] = _lower_quartile(samples)
-        if len(samples) == ENOUGH and shape in self._before:
-            before = self._before.pop(shape)
-            if max(before, now) > _CHANGE * min(before, now):
-                self._forget_old()
-
-    def _forget_old(self) -> None:
-        for shape in self._samples:
-            if self.age(shape) > _FRESH:
-                self._forget(shape)
-
-    def _forget(self, shape: BlockShape) -> None:
-        self._samples[shape].clear()
-        self._quartiles.pop(shape, None)
-
-    @property
-    def num_measured(self) -> int:
-        """Shapes in `measured`."""
-        return len(self._quartiles)
-
-    def measured(self) -> dict[BlockShape, float]:
-        """Seconds by shape, where there are enough: their lower quartile, as disturbances only
-        lengthen.
-
-        Not above those of more drafts of the same kind.
-        """
-        times: dict[BlockShape, float] = {}
-        bounds: dict[tuple[bool, int], float] = {}
-        for shape in reversed(self._samples):
-            if shape in self._quartiles:
-                kind = shape.is_tree, shape.drafts if shape.budget else 0
-                bounds[kind] = times[shape] = min(
-                    bounds.get(kind, float("inf")), self._quartiles[shape]
-                )
-        return times
-
-    def is_cold(self, shape: BlockShape) -> bool:
-        """Whether there has been no step of that shape."""
-        return shape in self._cold
-
-    def age(self, shape: BlockShape) -> int:
-        """Steps since one of that shape was measured."""
-        return self._num_steps - self._measured_at[shape]
+    def _size(self, batch: Batch, shape: BlockShape) -> "StepSize":
+        forwards = shape.depth if self._forward_for_each else min(shape.depth, 1)
+        rows = batch.num_reqs * shape.mean_rows
+        return StepSize(batch.num_reqs, rows, forwards, shape.is_tree)
 
 
 class StepSize(NamedTuple):
-    """What the time of a step depends on."""
+    """What the time of a step grows with.
+
+    Attributes:
+        num_reqs: of the batch.
+        rows: to verify.
+        forwards: of the drafter.
+        is_tree: blocks are trees.
+    """
 
     num_reqs: int
-    shape: BlockShape
-    forward_for_each: bool = False
-    """See `specdec.model.core.Drafter.forward_for_each`."""
-
-    @property
-    def forwards(self) -> int:
-        """Forwards of the drafter."""
-        return self.shape.depth if self.forward_for_each else min(self.shape.depth, 1)
-
-    @property
-    def rows(self) -> float:
-        """Rows to verify."""
-        return self.num_reqs * self.shape.mean_rows
+    rows: float
+    forwards: int
+    is_tree: bool
 
     def exceeds(self, other: "StepSize") -> bool:
-        """Whether it takes no less time: it has no fewer requests, rows or forwards, and no chains
-        in place of trees.
-        """
-        if other.shape.is_tree and not self.shape.is_tree:
-            return False
-        larger = self.num_reqs >= other.num_reqs and self.rows >= other.rows
-        return larger and self.forwards >= other.forwards
+        """Whether it takes no less time."""
+        return all(map(ge, self, other))
 
     def estimate(self, known: Mapping["StepSize", float]) -> float | None:
         """Seconds by rows between the longest known step below and the shortest above; without one
-        of them what the other took.
-
-        Without one above it grows on, a quarter as fast as between fewer drafts. Plain decoding is
-        taken to be no slower than the shapes below it. Else it could be given up unmeasured when it
-        would be the fastest.
+        of them what the other took. So what no step bounds is tried, and plain decoding is not
+        given up unmeasured.
         """
         below = max(
-            ((took, step.rows) for step, took in known.items() if self.exceeds(step)), default=None
+            ((took, one.rows) for one, took in known.items() if self.exceeds(one)), default=None
         )
         above = min(
-            ((took, step.rows) for step, took in known.items() if step.exceeds(self)), default=None
+            ((took, one.rows) for one, took in known.items() if one.exceeds(self)), default=None
         )
-        if below is not None and above is None:
-            return max(below[0], self._grown(known))
-        if below is None or above is None or below[1] == above[1] or not self.shape.drafts:
+        if not below or not above or below[1] == above[1] or not self.forwards:
             return (below or above or (None,))[0]
         return below[0] + (above[0] - below[0]) * (self.rows - below[1]) / (above[1] - below[1])
-
-    def _grown(self, known: Mapping["StepSize", float]) -> float:
-        """Seconds if each draft more costs a quarter of those before, by the two largest numbers of
-        them, and each forward more as much as those before; 0 when nothing tells.
-        """
-        alike = (
-            step
-            for step in known
-            if step.num_reqs == self.num_reqs
-            and step.shape.is_tree == self.shape.is_tree
-            and not (step.shape.budget or self.shape.budget)
-        )
-        fewer = sorted(step for step in alike if step.shape.drafts < self.shape.drafts)[-2:]
-        if len(fewer) < 2:
-            return 0.0
-        less, more = fewer
-        if self.forward_for_each:
-            share = (self.forwards - more.forwards) / max(more.forwards - less.forwards, 1)
-        else:
-            drafts = more.shape.drafts - less.shape.drafts
-            share = (self.shape.drafts - more.shape.drafts) / drafts / 4
-        return known[more] + share * (known[more] - known[less])
-
-
-def _lower_quartile(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4]

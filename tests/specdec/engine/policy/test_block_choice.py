@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from math import ceil
 
 import pytest
 
@@ -11,7 +12,7 @@ from specdec.engine.capture.buckets import BATCH_SIZES
 from specdec.engine.policy.block_choice import BlockChoice
 from specdec.engine.policy.draft_acceptance import Path
 from specdec.engine.policy.shapes import ladder, shapes, shared_shapes
-from specdec.engine.policy.step_times import StepSize, StepTimes
+from specdec.engine.policy.step_times import Samples, StepSize
 from tests.helpers.block_choice_world import ChainLength
 
 MOST = 15
@@ -117,13 +118,15 @@ def test_times_that_have_changed_are_noticed() -> None:
 
 def test_the_first_step_of_a_kind_does_not_count() -> None:
     """It pays for memory and for choosing kernels, which no later step does."""
-    plain = BlockShape(0)
-    times = StepTimes((plain, BlockShape(2), BlockShape(4)))
-    for seconds in (100.0, 1.0, 2.0):
-        times.observe(plain, seconds)
-        assert times.measured() == {}
-    times.observe(plain, 1.5)
-    assert times.measured() == {plain: 1.0}, "disturbances only lengthen a step"
+    samples = Samples()
+    for step, seconds in enumerate((100.0, 1.0, 2.0)):
+        samples.observe(seconds, step)
+        assert samples.seconds is None and samples.last == seconds
+    samples.observe(1.5, 3)
+    assert samples.seconds == 1.0, "disturbances only lengthen a step"
+    for step in range(3):
+        samples.observe(3.0, 300 + step)
+    assert samples.seconds == 3.0, "times of long ago give way"
 
 
 def test_a_disturbed_measurement_does_not_last() -> None:
@@ -150,26 +153,22 @@ def test_what_is_not_measured_is_estimated_from_what_is() -> None:
     """By rows, between steps that must be shorter and steps that must be longer; plain decoding at
     its lower bound.
     """
-    step = StepSize(2, BlockShape(3))  # 8 rows
-    # 4 and 16 rows
-    small, large = {StepSize(1, BlockShape(3)): 1.0}, {StepSize(4, BlockShape(3)): 2.0}
+
+    def size(num_reqs: int, k: int) -> StepSize:
+        return StepSize(num_reqs, num_reqs * (k + 1), min(k, 1), False)
+
+    step = size(2, 3)  # 8 rows
+    small, large = {size(1, 3): 1.0}, {size(4, 3): 2.0}  # 4 and 16 rows
     assert step.estimate(small | large) == pytest.approx(1 + 4 / 12)
     assert (step.estimate(small), step.estimate(large), step.estimate({})) == (1.0, 2.0, None)
-    assert step.estimate(small | {StepSize(1, BlockShape(7)): 1.5} | large) == pytest.approx(1.5), (
-        "the longest below"
-    )
-    assert step.estimate(small | {StepSize(3, BlockShape(3)): 1.6} | large) == pytest.approx(
-        1 + 0.6 * 4 / 8
-    ), "the shortest above"
-    assert step.estimate({StepSize(64, BlockShape(0)): 9.0}) is None, (
-        "a plain step does not bound one with drafts"
-    )
-    assert step.estimate({StepSize(1, BlockShape(15)): 9.0}) is None, (
-        "more rows of fewer requests bound nothing"
-    )
-    plain = StepSize(2, BlockShape(0))
-    assert plain.estimate({StepSize(1, BlockShape(0)): 1.0, StepSize(4, BlockShape(0)): 2.0}) == 1.0
-    assert plain.estimate({StepSize(4, BlockShape(1)): 2.0}) == 2.0
+    longest = small | {size(1, 7): 1.5} | large
+    assert step.estimate(longest) == pytest.approx(1.5), "the longest below"
+    shortest = small | {size(3, 3): 1.6} | large
+    assert step.estimate(shortest) == pytest.approx(1 + 0.6 * 4 / 8), "the shortest above"
+    assert step.estimate({size(64, 0): 9.0}) is None, "a plain step is no bound above drafts"
+    assert step.estimate({size(1, 15): 9.0}) is None, "nor are more rows of fewer requests"
+    assert size(2, 0).estimate({size(1, 0): 1.0, size(4, 0): 2.0}) == 1.0
+    assert size(2, 0).estimate({size(4, 1): 2.0}) == 2.0
 
 
 def test_more_drafts_are_not_expected_to_take_less_time() -> None:
@@ -238,20 +237,6 @@ def test_a_sure_copy_gets_a_long_block_and_a_text_without_one_none() -> None:
     assert fast > 1.2 * slow and sum(chosen[False]) / len(chosen[False]) > 3
 
 
-def test_a_step_that_is_put_off_puts_nothing_at_stake() -> None:
-    """Else long blocks, of which only one may be afforded at a time, would never come to pass where
-    the drafter has to take over context first.
-    """
-    choice, plain = BlockChoice(shapes(15, trees=0)), BlockShape(0)
-    while not (first := choice.choose(1, expected_accepted=15.0)).drafts:
-        choice.observe(1, plain, [0], 0.05, expected_accepted=15.0)
-    assert (
-        choice.choose(1, expected_accepted=15.0) == plain
-    )  # what the first loses is not known yet
-    choice.put_off()
-    assert choice.choose(1, expected_accepted=15.0) == first
-
-
 def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
     """A batch that drains meets 13 sizes; most of their 78 kinds of steps, each a graph to capture,
     need not be tried.
@@ -291,7 +276,9 @@ def test_budgets_are_chosen_where_rows_are_dear(per_row: float, shared: bool) ->
         accepted = min(2 * better * (shape.mean_rows - 1) ** 0.4, shape.drafts)
         share = accepted - int(accepted)
         kept = [int(accepted) + (place < 32 * share) for place in range(32)]
-        paths = [Path(range(1, n + 1), [0] * n) for n in kept] if shape.is_tree else []
+        # those of a smaller tree are among its rows
+        rows = [max(j, min(15, ceil((j / 2.2) ** 2.5))) for j in range(1, 16)]
+        paths = [Path(rows[:n], [0] * n) for n in kept] if shape.is_tree else []
         seconds = 1e-3 * (1 + 32 * per_row * shape.mean_rows)
         choice.observe(32, shape, kept, seconds, paths=paths)
         chosen[shape] += step > 600

@@ -282,7 +282,7 @@ def test_engine_adapts(
     fastest, *others = engine.planner.choice.estimates()
     assert fastest.shape == str(mostly) and fastest.measured and fastest.requests == 1
     assert fastest.tokens_per_second == pytest.approx(fastest.tokens / fastest.milliseconds * 1000)
-    assert len(others) == len(engine.planner.shapes) - 1
+    assert 1 < len(others) < len(engine.planner.shapes), "what is much larger is not tried"
     assert (
         sum(engine.timer.steps_by_shape.values())
         == engine.timer.num_steps
