@@ -32,8 +32,8 @@ from specdec.engine.policy.shapes import may_have
 from specdec.engine.policy.step_times import ENOUGH, Batch, StepTimes
 
 SHARE = 0.008
-"""Of the time, what may go into measuring shapes that are not the best, and what drafts may lose
-against plain decoding on and on, and of the window at once.
+"""Share of the time that may go into measuring shapes that are not the best, and that drafts may
+lose against plain decoding on and on, and of the window at once.
 """
 
 WINDOW, WINDOW_STEPS = 5.0, 2500

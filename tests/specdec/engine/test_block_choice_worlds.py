@@ -109,11 +109,11 @@ def test_the_best_fixed_k_is_hardly_faster(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", TEXTS_CHANGE)
 def test_texts_that_change_are_followed(name: str, seed: int) -> None:
-    """Less than 10 % behind someone who knows at every step which k is best; with many requests
+    """Less than 7 % behind someone who knows at every step which k is best; with many requests
     less than 6 %.
     """
     first, later = losses(TEXTS_CHANGE[name], seed)
-    assert max(first, later) < (0.06 if "32" in name else 0.1)
+    assert max(first, later) < (0.06 if "32" in name else 0.07)
 
 
 LENGTH = 100
