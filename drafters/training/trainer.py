@@ -114,8 +114,12 @@ class Trainer:
             teacher=target.head,
             columns=self._labels.columns,
         )
-        own, rows = self.drafter.weights, config.loss_rows
-        self.loss = ChunkedLoss(self.objective, rows=rows, weights=own, compile=config.compile)
+        self.loss = ChunkedLoss(
+            self.objective,
+            rows=config.loss_rows,
+            weights=self.drafter.weights,
+            compile=config.compile and self.drafter.compiles,
+        )
         for layer in self.drafter.layers if config.compile and not sharded else ():
             compile_layer(layer)
         self.step, self.seconds = 0, 0.0  # of the steps of all runs, up to the last line

@@ -33,7 +33,7 @@ class Eagle3Model(UnrolledModel):
     ) -> None:
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(tensors.items()))
         taps = own.taps(target.num_layers)
-        config = UnrolledConfig("EAGLE-3", taps, steps, own.draft_vocab_size, shapes)
+        config = UnrolledConfig(taps, steps, own.draft_vocab_size, shapes)
         super().__init__(config, tensors, FROZEN)
         self._rope: Rope | None = None  # making one waits for numbers
         self.own = replace(own, max_draft_tokens=max(steps, own.max_draft_tokens))

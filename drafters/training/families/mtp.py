@@ -33,7 +33,7 @@ class MtpModel(UnrolledModel):
     def __init__(self, source: Any, target: Verifier, steps: int) -> None:
         tensors: dict[str, Tensor] = source.tensors
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(tensors.items()))
-        config = UnrolledConfig("MTP", (target.num_layers - 1,), steps, None, shapes)
+        config = UnrolledConfig((target.num_layers - 1,), steps, None, shapes)
         # a bias that only chooses experts has no gradient
         frozen = [name for name in tensors if name.endswith("correction_bias")]
         super().__init__(config, {n: x.float().cpu() for n, x in tensors.items()}, frozen)

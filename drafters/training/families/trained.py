@@ -29,6 +29,7 @@ class Trained(ABC):
         draws_trees: tau of trees of drafts follows from what blocks say.
         weights: trained ones that `logits` and the head read, not `hidden`.
         layers: what is compiled where that is asked for.
+        compiles: the loss is compiled then, too.
         unwritten: why `export` leaves the layout of speculators out; None where it does not say.
     """
 
@@ -38,6 +39,7 @@ class Trained(ABC):
     draws_trees: bool = True
     weights: Sequence[nn.Parameter] = ()
     layers: Sequence[nn.Module] = ()
+    compiles: bool = True
     unwritten: str | None = None
 
     @abstractmethod

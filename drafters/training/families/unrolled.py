@@ -28,7 +28,7 @@ from specdec.model.core import Verifier
 
 LEFT_OUT = (
     "head", "convolutions", "tied_tables", "draft_vocab", "confidence", "base_until", "base_share",
-    "compile", "shard", "pack_length",
+    "shard", "pack_length",
 )  # fmt: skip
 """Options that only DFlash drafters have."""
 
@@ -38,14 +38,12 @@ class UnrolledConfig:
     """What a drafter that goes token by token is like, as far as training asks.
 
     Attributes:
-        kind: for messages.
         target_layer_ids: tapped decoder layers of the target, 0-based.
         max_draft_tokens: K, steps that it is unrolled for.
         draft_vocab_size: of a reduced vocabulary, or None.
         shapes: of its tensors, by name.
     """
 
-    kind: str
     target_layer_ids: tuple[int, ...]
     max_draft_tokens: int
     draft_vocab_size: int | None
@@ -116,6 +114,7 @@ class TrainedUnrolled(Trained):
     """See `Trained`. Trees grow behind the drafter's own drafts, which blocks do not tell of."""
 
     draws_trees = False
+    compiles = False  # the network is another one in each forward
 
     def __init__(self, model: UnrolledModel, target: Target) -> None:
         self._model, verifier = model, target.verifier
