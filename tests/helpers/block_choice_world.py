@@ -1,85 +1,48 @@
-"""Decoding without a model or a clock: made-up times and acceptance, on which ways of choosing k
-are compared.
+"""Decoding without a model or a clock: made-up times and acceptance, on which choices of shapes are
+compared.
 """
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache
 
-from specdec.base.blocks import BlockShape
+from specdec.base.blocks import MAX_NODES, BlockShape
 from specdec.engine.policy.block_choice import BlockChoice
+from specdec.engine.policy.draft_acceptance import Path
 from specdec.engine.policy.shapes import shapes
+from tests.helpers.tree_oracle import Node, heap_tree
+
+MOST = 15
+"""Positions that are drafted."""
 
 Time = Callable[[int, int], float]
-"""Of a step, by requests and k."""
-Block = Any
-"""What is chosen: k of a chain, or a `BlockShape`."""
+"""Of a step, by requests and drafts of a chain."""
 
 
-class Chooser(Protocol):
-    """What chooses k; see `specdec.engine.policy.block_choice.BlockChoice`."""
-
-    arms: tuple[Block, ...]
-
-    def choose(self, num_reqs: int) -> Block: ...
-
-    def observe(self, num_reqs: int, k: Block, accepted: Any, seconds: float | None) -> None: ...
+def chains() -> BlockChoice:
+    """A choice among chains."""
+    return BlockChoice(shapes(MOST, trees=0))
 
 
-class Place(Protocol):
-    """Where to decode; see `World`."""
-
-    @property
-    def spread(self) -> float: ...
-
-    @property
-    def moods(self) -> float: ...
-
-    @property
-    def num_reqs(self) -> Callable[[int], int]: ...
-
-    @property
-    def time(self) -> Callable[[int, Block], float]: ...
-
-    def tokens(self, k: Block, step: int) -> float: ...
-
-    def pace(self, k: Block, step: int) -> float: ...
-
-    def accepted(self, k: Block, step: int, mood: float, rng: random.Random) -> Any: ...
-
-
-class ChainLength:
-    """A `BlockChoice` that chooses among chains, each named by its number of drafts.
-
-    Args:
-        most: drafts.
-        steps: behind which a whole batch of requests takes the place of the one before; 0 for
-            texts without an end.
-    """
-
-    def __init__(self, most: int, steps: int = 0) -> None:
-        self.choice = BlockChoice(shapes(most, trees=0))
-        self._steps, self._number = steps, 0
-        self.arms = tuple(shape.drafts for shape in self.choice.arms)
-
-    def choose(self, num_reqs: int) -> int:
-        anew = self._steps > 0 and self._number % self._steps == 0
-        self._number += 1
-        return self.choice.choose(num_reqs, fresh=num_reqs * anew).drafts
-
-    def observe(
-        self, num_reqs: int, k: int, accepted: Sequence[int], seconds: float | None
-    ) -> None:
-        self.choice.observe(num_reqs, BlockShape(k), accepted, seconds)
+def trees(
+    *, likeliest_first: bool = False, most: int = MOST, forward_for_each: bool = False
+) -> BlockChoice:
+    """A choice among chains and trees."""
+    return BlockChoice(
+        shapes(most, trees=MAX_NODES, forward_for_each=forward_for_each),
+        likeliest_first=likeliest_first,
+        forward_for_each=forward_for_each,
+    )
 
 
 @dataclass(frozen=True)
 class World:
-    """What decoding would be like.
+    """What decoding of chains would be like.
 
     Attributes:
-        time: undisturbed milliseconds of a step, by requests and k.
+        time: undisturbed milliseconds of a step, by requests and drafts.
         rate: P(a draft is accepted | those before it are), by its position from 0 and the step.
         num_reqs: of a step.
         spread: relative standard deviation of a step's time; one in 30 is disturbed and takes up to
@@ -94,39 +57,113 @@ class World:
     spread: float = 0.05
     moods: float = 0.1
 
-    def tokens(self, k: int, step: int) -> float:
+    def took(self, num_reqs: int, shape: BlockShape) -> float:
+        """Undisturbed time of a step."""
+        return self.time(num_reqs, shape.drafts)
+
+    def tokens(self, shape: BlockShape, step: int) -> float:
         """Expected tokens of each request."""
         alive, tokens = 1.0, 1.0
-        for position in range(k):
+        for position in range(shape.drafts):
             alive *= self.rate(position, step)
             tokens += alive
         return tokens
 
-    def pace(self, k: int, step: int) -> float:
-        """Time per token of each request with fixed `k`, undisturbed."""
-        return self.time(self.num_reqs(step), k) / self.tokens(k, step)
+    def path(self, shape: BlockShape, step: int, mood: float, rng: random.Random) -> Path:
+        """What a request accepts."""
+        kept = 0
+        while kept < shape.drafts and rng.random() < in_mood(self.rate(kept, step), mood):
+            kept += 1
+        return Path(range(1, kept + 1), [0] * kept)
 
-    def accepted(self, k: int, step: int, mood: float, rng: random.Random) -> int:
-        """Drafts that a request accepts."""
-        for position in range(k):
-            if rng.random() >= in_mood(self.rate(position, step), mood):
-                return position
-        return k
+
+@dataclass(frozen=True)
+class TreeWorld:
+    """What decoding of chains and trees would be like.
+
+    Attributes:
+        time: undisturbed milliseconds of a step, by requests and the shape of their blocks.
+        ranks: P(a candidate is right | those before it on the path are), of every position the
+            likeliest first.
+        num_reqs, spread, moods: see `World`.
+    """
+
+    time: Callable[[int, BlockShape], float]
+    ranks: tuple[float, ...]
+    num_reqs: Callable[[int], int] = lambda step: 1
+    spread: float = 0.05
+    moods: float = 0.1
+
+    def took(self, num_reqs: int, shape: BlockShape) -> float:
+        """Undisturbed time of a step."""
+        return self.time(num_reqs, shape)
+
+    def tokens(self, shape: BlockShape, step: int) -> float:
+        """Expected tokens of each request."""
+        if shape.is_tree:
+            return 1 + sum(math.exp(node.score) for node in _best_tree(self.ranks, shape))
+        return sum(self.ranks[0] ** depth for depth in range(shape.drafts + 1))
+
+    def path(self, shape: BlockShape, step: int, mood: float, rng: random.Random) -> Path:
+        """What a request accepts."""
+        rows: list[int] = []
+        ranks: list[int] = []
+        while (rank := self._right(mood, rng)) is not None:
+            parent = rows[-1] if rows else 0
+            if shape.is_tree:
+                row = _children(self.ranks, shape).get((parent, rank))
+            else:
+                row = parent + 1 if rank == 0 and parent < shape.drafts else None
+            if row is None:
+                break
+            rows.append(row)
+            ranks.append(rank)
+        return Path(rows, ranks)
+
+    def _right(self, mood: float, rng: random.Random) -> int | None:
+        """The candidate that is right, if any is."""
+        left = rng.random()
+        for rank, rate in enumerate(self.ranks):
+            left -= in_mood(rate, mood) if rank == 0 else rate
+            if left < 0:
+                return rank
+        return None
+
+
+@cache
+def _best_tree(ranks: tuple[float, ...], shape: BlockShape) -> list[Node]:
+    return heap_tree([[math.log(rate) for rate in ranks]] * shape.depth, shape.drafts)
+
+
+@cache
+def _children(ranks: tuple[float, ...], shape: BlockShape) -> dict[tuple[int, int], int]:
+    """Rows by that of their parent and their rank."""
+    return {(node.parent, node.path[-1]): node.row for node in _best_tree(ranks, shape)}
+
+
+def in_mood(rate: float, mood: float) -> float:
+    """A rate of acceptance that is off by that much."""
+    return min(1.0, max(0.0, rate + mood * min(rate, 1 - rate)))
+
+
+def pace(world: World | TreeWorld, shape: BlockShape, step: int = 0) -> float:
+    """Time per token of each request with blocks of that shape, undisturbed."""
+    return world.took(world.num_reqs(step), shape) / world.tokens(shape, step)
 
 
 @dataclass
 class Outcome:
-    """What choosing k came to.
+    """What choosing shapes came to.
 
     Attributes:
-        chosen: k of every step.
-        loss: share of the time that the best fixed k of every step's texts and batch size would
+        chosen: of every step.
+        loss: share of the time that the best fixed shape of every step's texts and batch size would
             have saved.
         behind: of every step, when it began and by how much it was slower than plain decoding of as
             many tokens.
     """
 
-    chosen: list[Block]
+    chosen: list[BlockShape]
     loss: float
     behind: list[tuple[float, float]]
 
@@ -143,43 +180,45 @@ class Outcome:
         return most / window
 
 
-def decode(world: Place, choice: Chooser, *, steps: int, seed: int) -> Outcome:
+def decode(
+    world: World | TreeWorld, choice: BlockChoice, *, steps: int, seed: int, length: int = 0
+) -> Outcome:
     """Steps in a world. Results are read while the next step runs, as on an accelerator.
 
     Args:
         world: where.
-        choice: chooses k, and is taught.
+        choice: chooses, and is taught.
         steps: how many.
         seed: of the disturbances and the acceptance.
+        length: steps behind which a whole batch of requests takes the place of the one before; 0
+            for texts without an end.
     """
     rng = random.Random(seed)
-    chosen: list[Block] = []
+    chosen: list[BlockShape] = []
     told: list[tuple[float, float]] = []
-    unread: tuple[int, Block, list[Any], float] | None = None
+    unread: tuple[int, BlockShape, list[Path], float] | None = None
     took = least = 0.0
     moods: list[float] = []
     for step in range(steps):
         num_reqs = world.num_reqs(step)
         if step % 100 == 0 or len(moods) < num_reqs:
             moods = [world.moods * (2 * rng.random() - 1) for _ in range(num_reqs)]
-        k = choice.choose(num_reqs)
+        shape = choice.choose(num_reqs, fresh=num_reqs if length and step % length == 0 else 0)
         if unread:
-            choice.observe(*unread)
-        accepted = [world.accepted(k, step, moods[i], rng) for i in range(num_reqs)]
-        undisturbed = world.time(num_reqs, k)
+            last, before, paths, seconds = unread
+            counts = [len(path.rows) for path in paths]
+            own = [path for path in paths if path.rows] if before.is_tree else []
+            choice.observe(last, before, counts, seconds, paths=own)
+        paths = [world.path(shape, step, moods[i], rng) for i in range(num_reqs)]
+        undisturbed = world.took(num_reqs, shape)
         seconds = undisturbed * max(0.5, rng.gauss(1, world.spread))
         if rng.random() < 1 / 30:
             seconds *= 1 + 4 * rng.random()
-        unread = num_reqs, k, accepted, seconds / 1000
-        best = min(world.pace(other, step) for other in choice.arms)
-        plain = choice.arms[0]
-        told.append((took, undisturbed - world.pace(plain, step) * world.tokens(k, step)))
+        unread = num_reqs, shape, paths, seconds / 1000
+        plain = pace(world, choice.arms[0], step)
+        told.append((took, undisturbed - plain * world.tokens(shape, step)))
         took += undisturbed  # neither a disturbance nor luck with the drafts is the choice's doing
-        least += best * world.tokens(k, step)
-        chosen.append(k)
+        best = min(pace(world, other, step) for other in choice.arms)
+        least += best * world.tokens(shape, step)
+        chosen.append(shape)
     return Outcome(chosen, 1 - least / took, told)
-
-
-def in_mood(rate: float, mood: float) -> float:
-    """A rate of acceptance that is off by that much."""
-    return min(1.0, max(0.0, rate + mood * min(rate, 1 - rate)))

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from specdec.base.blocks import BlockShape
 from specdec.engine.policy.block_choice import WINDOW, WINDOW_STEPS
-from tests.helpers.block_choice_world import ChainLength, Time, World, decode
+from tests.helpers.block_choice_world import MOST, Time, World, chains, decode, pace
 
-MOST = 15
 STEPS = 2000
 
 
@@ -80,9 +80,9 @@ TEXTS_CHANGE = {
 WORLDS = PLAIN_IS_BEST | DRAFTS_ARE_BEST | TEXTS_CHANGE
 
 
-def losses(world: World, seed: int, choice: ChainLength | None = None) -> tuple[float, float]:
+def losses(world: World, seed: int) -> tuple[float, float]:
     """Of the first steps, and of as many after them."""
-    choice = choice or ChainLength(MOST)
+    choice = chains()
     first = decode(world, choice, steps=STEPS, seed=seed)
     return first.loss, decode(world, choice, steps=STEPS, seed=seed + 1000).loss
 
@@ -92,7 +92,7 @@ def losses(world: World, seed: int, choice: ChainLength | None = None) -> tuple[
 def test_drafts_that_do_not_pay_cost_next_to_nothing(name: str, seed: int) -> None:
     """Under 2 % of plain decoding's time; 3 % where samples of one request tell little."""
     world = PLAIN_IS_BEST[name]
-    assert min(range(MOST + 1), key=lambda k: world.pace(k, 0)) == 0
+    assert min(range(MOST + 1), key=lambda k: pace(world, BlockShape(k))) == 0
     first, later = losses(world, seed)
     assert max(first, later) < (0.03 if name == "one that samples" else 0.02)
 
@@ -102,7 +102,7 @@ def test_drafts_that_do_not_pay_cost_next_to_nothing(name: str, seed: int) -> No
 def test_the_best_fixed_k_is_hardly_faster(name: str, seed: int) -> None:
     """By less than 5 %."""
     world = DRAFTS_ARE_BEST[name]
-    assert world.pace(0, 0) > 1.3 * min(world.pace(k, 0) for k in (3, 7, 15))
+    assert pace(world, BlockShape(0)) > 1.3 * min(pace(world, BlockShape(k)) for k in (3, 7, 15))
     assert max(losses(world, seed)) < 0.05
 
 
@@ -142,8 +142,8 @@ def test_each_request_is_followed(time: Time, rates: Sequence[float], most: floa
     new requests; where no draft pays, no more.
     """
     world = of_requests(rates, time)
-    told = decode(world, ChainLength(MOST, LENGTH), steps=2 * STEPS, seed=0)
-    alone = decode(world, ChainLength(MOST), steps=2 * STEPS, seed=0)
+    told = decode(world, chains(), steps=2 * STEPS, seed=0, length=LENGTH)
+    alone = decode(world, chains(), steps=2 * STEPS, seed=0)
     assert told.loss < most and (told.loss < 0.8 * alone.loss or max(rates) < 0.5)
     window = max(1000 * WINDOW, WINDOW_STEPS * world.time(1, 0))
     assert told.worst(window) < 0.025
@@ -167,7 +167,7 @@ def test_no_few_seconds_are_lost(name: str) -> None:
     whatever drafts are worth; where a step takes 5 ms, over any 12.5 seconds.
     """
     quick = slowed(replace(WORLDS[name], num_reqs=any_batch(7)), 1.0)
-    assert decode(quick, ChainLength(MOST), steps=2 * STEPS, seed=1).worst(1000 * WINDOW) < 0.02
+    assert decode(quick, chains(), steps=2 * STEPS, seed=1).worst(1000 * WINDOW) < 0.02
     if name in PLAIN_IS_BEST:
-        slower = decode(slowed(WORLDS[name], 5.0), ChainLength(MOST), steps=2 * STEPS, seed=0)
+        slower = decode(slowed(WORLDS[name], 5.0), chains(), steps=2 * STEPS, seed=0)
         assert slower.worst(5 * WINDOW_STEPS) < 0.02

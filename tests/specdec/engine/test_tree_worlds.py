@@ -7,10 +7,10 @@ import random
 import pytest
 
 from specdec.base.blocks import BlockShape
+from specdec.engine.policy.block_choice import BlockChoice
 from specdec.engine.policy.draft_acceptance import BlockAcceptance, Path
 from specdec.engine.policy.shapes import MAX_TREE_ROWS
-from tests.helpers.block_choice_world import decode
-from tests.helpers.tree_world import MOST, TreeLength, TreeWorld
+from tests.helpers.block_choice_world import MOST, TreeWorld, decode, pace, trees
 
 STEPS = 2000
 SURE, FAIR, FLAT, WRONG = (
@@ -59,18 +59,18 @@ PLAIN_IS_BEST = {
 
 def losses(world: TreeWorld, *, likeliest_first: bool) -> tuple[float, float]:
     """Of the first steps, and of as many after them."""
-    choice = TreeLength(world.ranks_of if likeliest_first else None)
+    choice = trees(likeliest_first=likeliest_first)
     first = decode(world, choice, steps=STEPS, seed=0)
     return first.loss, decode(world, choice, steps=STEPS, seed=1000).loss
 
 
-def best_of(world: TreeWorld, choice: TreeLength | None = None) -> BlockShape:
+def best_of(world: TreeWorld, choice: BlockChoice | None = None) -> BlockShape:
     arms = (
         shape
-        for shape in (choice or TreeLength()).arms
+        for shape in (choice or trees()).arms
         if not shape.is_tree or world.num_reqs(0) * shape.rows <= MAX_TREE_ROWS
     )
-    return min(arms, key=lambda shape: world.pace(shape, 0))
+    return min(arms, key=lambda shape: pace(world, shape))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_depth_of_drafts_that_take_a_forward_each_is_chosen(
     """
     others = [(1 - rate) * share for share in (0.5, 0.2, 0.1)]
     world = TreeWorld(token_by_token, (rate, *others), lambda step: num_reqs)
-    choice = TreeLength(world.ranks_of, most=7, forward_for_each=True)
+    choice = trees(likeliest_first=True, most=7, forward_for_each=True)
     assert str(best_of(world, choice)) == best
     first = decode(world, choice, steps=STEPS, seed=0)
     later = decode(world, choice, steps=STEPS, seed=1000)
@@ -135,15 +135,11 @@ def shape_of(drafts: int) -> BlockShape:
 
 def taught(world: TreeWorld, shape: BlockShape) -> BlockAcceptance:
     """What many steps of one shape tell."""
-    acceptance, rng = BlockAcceptance(TreeLength().arms), random.Random(0)
+    acceptance, rng = BlockAcceptance(trees().arms), random.Random(0)
     for _ in range(300):
-        accepted = [world.accepted(shape, 0, 0.0, rng) for _ in range(32)]
-        paths = (
-            [Path(rows, world.ranks_of(shape, rows)) for rows in accepted if rows]
-            if shape.is_tree
-            else []
-        )
-        acceptance.observe(shape, [len(rows) for rows in accepted], paths)
+        paths = [world.path(shape, 0, 0.0, rng) for _ in range(32)]
+        own = [path for path in paths if path.rows] if shape.is_tree else []
+        acceptance.observe(shape, [len(path.rows) for path in paths], own)
     return acceptance
 
 
@@ -170,7 +166,7 @@ def test_rows_behind_a_small_tree_are_not_its_own() -> None:
     """A path that leaves the smaller tree at its second draft counts as one that was accepted up to
     there.
     """
-    acceptance = BlockAcceptance(TreeLength().arms)
+    acceptance = BlockAcceptance(trees().arms)
     for _ in range(500):
         acceptance.observe(shape_of(63), [3], [Path([2, 9, 40], [1, 0, 0])])
     tokens = [acceptance.expected_tokens(shape_of(drafts)) for drafts in (3, 7, 15, 31, 63)]
@@ -179,12 +175,12 @@ def test_rows_behind_a_small_tree_are_not_its_own() -> None:
 
 def test_a_batch_that_grows_before_anything_is_known() -> None:
     """Catches a first shape whose time is asked for where nothing tells it."""
-    choice = TreeLength()
+    choice = trees()
     for _ in range(5):
-        choice.observe(1, BlockShape(0), [[]], 1.0)
-    choice.observe(1, choice.choose(1), [[1]], 1.0)
+        choice.observe(1, BlockShape(0), [0], 1.0)
+    choice.observe(1, choice.choose(1), [1], 1.0)
     for _ in range(5):
-        choice.observe(2, BlockShape(0), [[], []], 1.0)
+        choice.observe(2, BlockShape(0), [0, 0], 1.0)
     assert choice.choose(2) in choice.arms
 
 
@@ -192,6 +188,6 @@ def test_a_batch_that_grows_before_anything_is_known() -> None:
 def test_trees_of_too_many_rows_are_not_tried(num_reqs: int) -> None:
     """Although rows are free here; smaller ones are, and chains alone where none is left."""
     world = TreeWorld(lambda count, shape: 1.0, FAIR, lambda step: num_reqs)
-    chosen = decode(world, TreeLength(), steps=120 if num_reqs >= 300 else 700, seed=0).chosen
+    chosen = decode(world, trees(), steps=120 if num_reqs >= 300 else 700, seed=0).chosen
     assert all(num_reqs * shape.rows <= MAX_TREE_ROWS for shape in chosen if shape.is_tree)
     assert any(shape.is_tree for shape in chosen) is (num_reqs < 600)

@@ -13,10 +13,7 @@ from specdec.engine.policy.block_choice import BlockChoice
 from specdec.engine.policy.draft_acceptance import Path
 from specdec.engine.policy.shapes import ladder, shapes, shared_shapes
 from specdec.engine.policy.step_times import Samples, StepSize
-from tests.helpers.block_choice_world import ChainLength
-
-MOST = 15
-
+from tests.helpers.block_choice_world import MOST, chains
 
 Rate = Callable[[int], float]
 
@@ -41,16 +38,16 @@ COSTS: dict[str, Cost] = {
 
 
 def simulate(
-    choice: ChainLength, rate: Rate, cost: Cost, *, steps: int, batch: int = 1, seed: int = 0
+    choice: BlockChoice, rate: Rate, cost: Cost, *, steps: int, batch: int = 1, seed: int = 0
 ) -> tuple[list[int], float, float]:
     """The k of every step, tokens per request, and seconds, disturbed by up to a tenth."""
     rng = random.Random(seed)
     chosen, tokens, total = [], 0, 0.0
     for _ in range(steps):
-        k = choice.choose(batch)
+        k = choice.choose(batch).drafts
         accepted = [next((j for j in range(k) if rng.random() >= rate(j)), k) for _ in range(batch)]
         seconds = cost(k) * (1 + 0.1 * rng.random())
-        choice.observe(batch, k, accepted, seconds)
+        choice.observe(batch, BlockShape(k), accepted, seconds)
         chosen.append(k)
         tokens += sum(accepted) + batch
         total += seconds
@@ -74,7 +71,7 @@ def test_converges_to_the_fastest_k(rate: str, cost: str, batch: int) -> None:
     it tries on the way.
     """
     best = max(speed(RATES[rate], COSTS[cost], k) for k in ladder(MOST))
-    choice = ChainLength(MOST)
+    choice = chains()
     simulate(choice, RATES[rate], COSTS[cost], steps=150, batch=batch)
     _, tokens, seconds = simulate(choice, RATES[rate], COSTS[cost], steps=600, batch=batch, seed=1)
     assert tokens / seconds > 0.95 * best
@@ -86,7 +83,7 @@ def test_gives_up_drafts_that_cannot_pay(rate: str) -> None:
     step is plain.
     """
     cost = COSTS["usual"] if rate == "wrong" else lambda k: 1.0 + k
-    chosen, tokens, seconds = simulate(ChainLength(MOST), RATES[rate], cost, steps=400)
+    chosen, tokens, seconds = simulate(chains(), RATES[rate], cost, steps=400)
     assert chosen[100:].count(0) > 0.85 * 300
     assert tokens / seconds > 0.93 * speed(RATES[rate], cost, 0)
 
@@ -95,7 +92,7 @@ def test_follows_acceptance_up_and_down() -> None:
     """Drafts that become right are used within 50 steps of the change, and those that become wrong
     dropped within 250.
     """
-    choice, cost = ChainLength(MOST), COSTS["usual"]
+    choice, cost = chains(), COSTS["usual"]
     chosen, _, _ = simulate(choice, RATES["wrong"], cost, steps=400)
     assert chosen[-50:].count(0) > 40
     chosen, _, _ = simulate(choice, RATES["good"], cost, steps=300)
@@ -108,7 +105,7 @@ def test_times_that_have_changed_are_noticed() -> None:
     """A verification that becomes dear is given up, and taken up once it is cheap again, although
     nobody used it meanwhile.
     """
-    choice = ChainLength(MOST)
+    choice = chains()
     simulate(choice, RATES["fair"], COSTS["cheap"], steps=60)
     chosen, _, _ = simulate(choice, RATES["fair"], lambda k: 1.0 + 6 * (k > 0) + 0.1 * k, steps=200)
     assert chosen[-100:].count(0) > 90
@@ -133,7 +130,7 @@ def test_a_disturbed_measurement_does_not_last() -> None:
     """The machine is busy while plain decoding is measured first: drafts that never pay are given
     up all the same.
     """
-    choice = ChainLength(MOST)
+    choice = chains()
     simulate(choice, RATES["wrong"], lambda k: 20.0, steps=5)
     chosen, _, _ = simulate(choice, RATES["wrong"], COSTS["usual"], steps=200)
     assert chosen[100:].count(0) > 85
@@ -141,7 +138,7 @@ def test_a_disturbed_measurement_does_not_last() -> None:
 
 def test_every_batch_size_has_its_own_times() -> None:
     """What is free for one request may be dear for many: the choices do not get mixed up."""
-    choice = ChainLength(MOST)
+    choice = chains()
     for _ in range(30):
         alone, _, _ = simulate(choice, RATES["good"], COSTS["cheap"], steps=20)
         many, _, _ = simulate(choice, RATES["good"], lambda k: 1.0 + 2 * k, steps=20, batch=32)
@@ -189,13 +186,13 @@ def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:
     next to nothing.
     """
     costs = {0: 1.0, 1: 1.4, 3: 1.5, 7: 1.6, 15: 9.0}
-    choice = ChainLength(MOST)
+    choice = chains()
     for k in (0, 15):
         for _ in range(4):
-            choice.observe(1, k, [k], costs[k])
+            choice.observe(1, BlockShape(k), [k], costs[k])
     for _ in range(64):
-        choice.observe(1, 3, [1], costs[3])
-        choice.observe(1, 3, [3], costs[3])
+        choice.observe(1, BlockShape(3), [1], costs[3])
+        choice.observe(1, BlockShape(3), [3], costs[3])
     chosen, _, _ = simulate(choice, RATES["fair"], costs.__getitem__, steps=200)
     assert 7 not in chosen and chosen.count(3) > 150
     chosen, _, _ = simulate(choice, RATES["fair"], costs.__getitem__, steps=20000)
@@ -241,7 +238,7 @@ def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
     """A batch that drains meets 13 sizes; most of their 78 kinds of steps, each a graph to capture,
     need not be tried.
     """
-    choice, tried = ChainLength(MOST), set()
+    choice, tried = chains(), set()
     ratios = []
     for drain in range(3):
         took = least = 0.0
