@@ -15,7 +15,7 @@ MEMORY, _LONG = 48, 512
 other, which a text changes little.
 """
 
-OTHERS = 2.0
+OTHERS = 4.0
 """Observations that those of earlier texts count for, once all requests of a batch are others."""
 
 FIRST_GUESS = 0.9
