@@ -13,10 +13,7 @@ from specdec.base.blocks import BlockShape
 ENOUGH = 3
 """Times that tell how long a step takes, even where two of them are disturbed."""
 
-_SAMPLES = 15  # times kept per shape
-# steps after which times may be of shorter contexts or of a busier machine, and give way to new
-# ones
-_FRESH = 64
+_SAMPLES = 8  # times kept per shape
 _KNOWN = 2500  # steps after which a time is as unknown as before
 _FIRST_ROWS = 8  # of a request, in what is tried before anything is measured
 
@@ -53,8 +50,6 @@ class Samples:
     def observe(self, seconds: float, step: int) -> None:
         """Takes over the time of a step."""
         if self.last:
-            if step - self.step > _FRESH:
-                self.late.clear()
             self.late.append(seconds)
             self.step = step
         if len(self.late) >= ENOUGH:
