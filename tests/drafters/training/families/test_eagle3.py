@@ -154,7 +154,13 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("raw", "changes"), [(SGLANGS, {"accumulation": 2}), (QWEN, {"kl": 0.3, "ema": 0.8})]
+    ("raw", "changes"),
+    [
+        (SGLANGS, {"accumulation": 2}),
+        (QWEN, {"kl": 0.3, "ema": 0.8}),
+        ({**SGLANGS, "bias": True}, {"loss": "dpace"}),
+    ],
+    ids=["sglang", "speculators", "biased"],
 )
 def test_a_head_learns_and_does_in_the_engine_what_training_said(
     answered: Path, raw: dict[str, Any], changes: dict[str, Any]
@@ -171,10 +177,14 @@ def test_a_head_learns_and_does_in_the_engine_what_training_said(
     rows = log_rows(answered)
     assert float(rows[0]["tau"]) < 1.1 and float(rows[-1]["tau"]) > 1.5
     assert float(rows[-2]["loss"]) < 0.9 * float(rows[1]["loss"])
-    before, after = (read_checkpoint(path) for path in (head, answered / "run" / "drafter"))
+    folders = sorted((answered / "run").glob("drafter*"))
+    names = {"bias": ["sglang"], "eagle_config": ["drafter", "sglang"]}
+    layouts = next((found for key, found in names.items() if key in raw), ["drafter"])
+    assert [path.name.split("-")[-1] for path in folders] == layouts
+    before, after = (read_checkpoint(path) for path in (head, folders[0]))
     assert replace(after[0], layers=before[0].layers) == replace(
         before[0],
-        verifier_name=config.model,
+        verifier_name=after[0].verifier_name,
         stated_taps=after[0].stated_taps,
         max_draft_tokens=after[0].max_draft_tokens,
     )
@@ -182,9 +192,7 @@ def test_a_head_learns_and_does_in_the_engine_what_training_said(
     for name, tensor in before[1].items():
         stays = name in ("d2t", "embed_tokens.weight")
         assert torch.equal(tensor, after[1][name]) == stays, name
-    other = answered / "run" / "drafter-sglang"
-    assert other.exists() == (raw is SGLANGS)
-    if other.exists():
+    for other in folders[1:]:
         same = read_checkpoint(other)
         assert all(torch.equal(tensor, same[1][name]) for name, tensor in after[1].items())
         assert same[0].taps(6) == after[0].taps(6)
@@ -213,6 +221,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
         lambda path: write_head(path, SGLANGS),
         {"unroll": 65},
         "unroll is 65; it must be at most 64",
+    ),
+    "more than sglang says": (
+        lambda path: write_head(path, {**SGLANGS, "bias": True}),
+        {"unroll": 8},
+        "unroll is 8; it must be at most 7",
     ),
 }
 
