@@ -251,12 +251,23 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
 
 
 def load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
-    """The target in a form of its own: training may change its attention and drop layers."""
+    """The target in a form of its own: training may change its attention and drop layers.
+
+    Raises:
+        InvalidInputError: no gradient goes through its output head.
+        CheckpointError: see `specdec.base.registry.VERIFIERS`.
+    """
     load = resolve(VERIFIERS, "hf", "verifier")
     where = {"device": device, "dtype": resolve_dtype(config.dtype, device)}
     fuse = takes_stack(config.init)
     options = {"attention": config.attention, "fuse": fuse, "generation_config": None}
     verifier, tokenizer = load(config.model, **where, **options)
+    row = torch.zeros(1, verifier.hidden_size, dtype=verifier.dtype, device=verifier.device)
+    if not verifier.head(row.requires_grad_()).requires_grad:
+        raise InvalidInputError(
+            f"the output head of {verifier.name!r} is stored in fewer bits than a gradient goes"
+            f" through; train beside its checkpoint in plain numbers"
+        )
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
     return verifier, tokenizer

@@ -1,5 +1,6 @@
 """The target as training sees it: features of whole sequences."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,12 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.training.config import TrainConfig
 from drafters.training.loss.packing import Packing, out_of_rows
+from drafters.training.stages import load_target
 from drafters.training.target import Target
 from specdec.base.errors import InvalidInputError
 from tests.drafters.tiny import VOCAB, tiny_target
 from tests.drafters.training.small import TinyVerifier, sequences
 from tests.helpers.bounds import assert_as_exact, in_float64
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from verifiers.config.shape import peculiarity
@@ -103,3 +107,13 @@ def test_latent_attention_gives_the_features_of_transformers_whatever_the_paddin
     assert len(target.verifier._decoder.layers) == (4 if distribution else 3), (
         "layers above the taps cost time"
     )
+
+
+def test_a_head_without_gradients_is_refused(tmp_path: Path) -> None:
+    """In GGUF's blocks; catches a TypeError in the first step."""
+    model = plain_model("llama", hidden_size=64)
+    write_gguf(tmp_path / "model.gguf", model, "llama", kinds={"output.weight": "Q8_0"})
+    path = str(tmp_path / "model.gguf")
+    config = TrainConfig(out="unused", model=path, dtype="bfloat16", init="mtp")
+    with pytest.raises(InvalidInputError, match=r"head of .* is stored in fewer bits"):
+        load_target(config, torch.device("cpu"))
