@@ -18,7 +18,6 @@ from drafters.training.data.source import Source
 from drafters.training.families.choice import TrainedModel, takes_stack, trained
 from drafters.training.finish import Agreement, engine_run, write_report
 from drafters.training.loss.evaluate import replay, shapes_of
-from drafters.training.loss.memory import memory_of
 from drafters.training.loss.vocabulary import give_vocabulary, most_frequent
 from drafters.training.processes import process_group
 from drafters.training.shape import make_drafter
@@ -169,16 +168,8 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
         length = -(-max(train.lengths) // config.bucket) * config.bucket
         if config.pack_length:
             length = -(-sum(train.lengths) // len(train))
-        if isinstance(model, DFlashModel):
-            needs = memory_of(
-                model.config,
-                config,
-                target_bytes=verifier.weight_bytes,
-                length=length,
-                world=trainer.world,
-                dtype=target.dtype,
-            )
-            say(f"train: {needs} on each device; --accumulation and --loss-rows lower the last two")
+        needs = trainer.drafter.memory(length, trainer.world)
+        say(f"train: {needs} on each device; --accumulation and --loss-rows lower the last two")
         if trainer.step:
             say(f"train: resumed at step {trainer.step}")
     return trainer.run()

@@ -20,7 +20,7 @@ TrainedModel = DFlashModel | UnrolledModel
 def trained(model: TrainedModel, target: Target, config: TrainConfig) -> Trained:
     """A drafter as it is trained; see `Trained`."""
     if isinstance(model, UnrolledModel):
-        return TrainedUnrolled(model, target)
+        return TrainedUnrolled(model, target, config)
     return TrainedDFlash(model, target, config)
 
 

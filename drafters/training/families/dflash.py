@@ -18,6 +18,7 @@ from drafters.training.families.trained import Trained, check_written
 from drafters.training.loss.blocks import SequenceBatch, before_anchors, block_hidden
 from drafters.training.loss.heads import HEAD_MODULES
 from drafters.training.loss.mask import use_flex
+from drafters.training.loss.memory import Memory, memory_of
 from drafters.training.loss.vocabulary import embed_of, head_of
 from drafters.training.target import Target
 from specdec.base.writing import remove
@@ -36,7 +37,7 @@ class TrainedDFlash(Trained):
     """
 
     def __init__(self, model: DFlashModel, target: Target, config: TrainConfig) -> None:
-        self._model, self._target = model, target
+        self._model, self._target, self._config = model, target, config
         self._embed, self._to_logits = embed_of(model, target), head_of(model, target)
         shape = model.config
         self.flex = use_flex(config.mask_path, target.device)
@@ -63,6 +64,12 @@ class TrainedDFlash(Trained):
     def before(self, batch: SequenceBatch, features: Tensor, anchors: Tensor) -> Tensor | None:
         """See `drafters.training.loss.blocks.before_anchors`."""
         return before_anchors(self.head, self._model, batch, features, anchors)
+
+    def memory(self, length: int, world: int) -> Memory:
+        """See `Trained.memory`."""
+        target, dtype = self._target.verifier.weight_bytes, self._target.dtype
+        how = self._model.config, self._config
+        return memory_of(*how, target_bytes=target, length=length, world=world, dtype=dtype)
 
     def export(self, run: Path) -> list[Path]:
         """Writes both layouts, if both know its kind. Tied tables are kept so in z-lab's; the

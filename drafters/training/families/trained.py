@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from drafters.dflash.coupling import CouplingTable
 from drafters.head import Head, Lattice
 from drafters.training.loss.blocks import SequenceBatch
+from drafters.training.loss.memory import Memory
 from specdec.base.errors import CheckpointError
 
 
@@ -57,6 +58,10 @@ class Trained(ABC):
     def before(self, batch: SequenceBatch, features: Tensor, anchors: Tensor) -> Tensor | None:
         """What the head asks for of the tokens before anchors int64 [S, N]; None for nothing."""
         return None
+
+    @abstractmethod
+    def memory(self, length: int, world: int) -> Memory:
+        """What a step of `world` processes takes of each, with sequences of this length."""
 
     @abstractmethod
     def export(self, run: Path) -> list[Path]:

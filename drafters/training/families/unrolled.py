@@ -10,6 +10,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from drafters.training.config import TrainConfig
 from drafters.training.families.attention import Step, UnrolledAttention
 from drafters.training.families.trained import Trained
 from drafters.training.loss.blocks import SequenceBatch
+from drafters.training.loss.memory import Memory, memory_of_weights, saved_bytes
 from drafters.training.target import Target
 from specdec.attention.backend import AttentionSpec
 from specdec.base.errors import InvalidInputError, shown
@@ -116,9 +118,9 @@ class TrainedUnrolled(Trained):
     draws_trees = False
     compiles = False  # the network is another one in each forward
 
-    def __init__(self, model: UnrolledModel, target: Target) -> None:
-        self._model, verifier = model, target.verifier
-        self._target: Any = copy.copy(verifier)
+    def __init__(self, model: UnrolledModel, target: Target, config: TrainConfig) -> None:
+        self._model, self._config = model, config
+        self._target: Any = copy.copy(target.verifier)
         self._target.attention = UnrolledAttention(
             AttentionSpec(target.device, target.dtype, 1, 1, head_dim=2, block_size=1)
         )
@@ -162,6 +164,37 @@ class TrainedUnrolled(Trained):
         """See `Trained.logits`."""
         lead = hidden.shape[:2]
         return self._network.logits(hidden.flatten(0, 1)).unflatten(0, lead)
+
+    def memory(self, length: int, world: int) -> Memory:
+        """See `Trained.memory`. One and two sequences are run, since networks are of many kinds;
+        what both take is that of joined weights.
+        """
+        config, shape, tensors = self._config, self._model.config, self._model.tensors
+        one, two = (saved_bytes(self._model, partial(self._rows, n, length)) for n in (1, 2))
+        sequences = config.batch_size // (config.accumulation * world)
+        return memory_of_weights(
+            {name: tensor.shape for name, tensor in tensors.items()},
+            {name for name, tensor in tensors.items() if not tensor.requires_grad},
+            config,
+            target_bytes=self._target.weight_bytes,
+            activations=one + (sequences - 1) * (two - one),
+            drafts=shape.max_draft_tokens,
+            columns=shape.draft_vocab_size or self._target.vocab_size,
+            world=world,
+            dtype=self._target.dtype,
+        )
+
+    def _rows(self, count: int, length: int) -> Tensor:
+        """Hidden states of the blocks of so many sequences."""
+        target, taps = self._target, self._model.config.target_layer_ids
+        tokens = torch.zeros(count, length, dtype=torch.int64, device=target.device)
+        ends = torch.full_like(tokens[:, 0], length)
+        batch = SequenceBatch(tokens, ends - 1, ends, [length] * count, tokens)
+        anchors = torch.arange(1, self._config.anchors + 1, device=target.device)
+        places = anchors.clamp(max=length - 1).expand(count, -1)
+        width = len(taps) * target.hidden_size
+        features = tokens.new_zeros(count, length, width, dtype=target.dtype)
+        return self.hidden(batch, places, self.context(batch, features))
 
     def export(self, run: Path) -> list[Path]:
         """See `Trained.export`."""

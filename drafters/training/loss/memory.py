@@ -1,7 +1,7 @@
 """What training takes of one device, by arithmetic: nothing is allocated."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,31 +63,66 @@ def memory_of(
     """What a step takes of the fullest process."""
     with shapes_alone():
         model = DFlashModel(shape).to(dtype)
+    sequences = config.batch_size // (config.accumulation * world)
+    rows = config.anchors * (shape.max_draft_tokens + (not shape.sample_from_anchor))
+    once = saved_bytes(model, partial(_forward, model, length, rows))
     shapes = tensor_shapes(shape)
+    return memory_of_weights(
+        shapes,
+        shapes.keys() & {"lm_head.weight", "d2t"},  # of a reduced vocabulary
+        config,
+        target_bytes=target_bytes,
+        activations=sequences * once,
+        drafts=shape.max_draft_tokens,
+        columns=shape.draft_vocab_size or shape.vocab_size,
+        world=world,
+        dtype=dtype,
+    )
+
+
+def memory_of_weights(
+    shapes: Mapping[str, Sequence[int]],
+    frozen: Collection[str],
+    config: TrainConfig,
+    *,
+    target_bytes: int,
+    activations: int,
+    drafts: int,
+    columns: int,
+    world: int,
+    dtype: torch.dtype,
+) -> Memory:
+    """What a step of a drafter with weights of these shapes takes of the fullest process.
+
+    Args:
+        shapes: by name.
+        frozen: names of those that are not trained.
+        config: the run.
+        target_bytes, activations: as in `Memory`.
+        drafts: of a block.
+        columns: tokens that can be drafted.
+        world: processes.
+        dtype: of the weights.
+    """
     sizes = {name: math.prod(sides) for name, sides in shapes.items()}
     muon = config.optimizer == "muon"
     copies = {n: 4 - (muon and len(s) == 2) + (config.ema > 0) for n, s in shapes.items()}
     apart = {n: size for n, size in sizes.items() if config.shard and world > 1 and is_sharded(n)}
-    frozen = sizes.keys() & {"lm_head.weight", "d2t"}  # of a reduced vocabulary
     whole = {n: size for n, size in sizes.items() if n not in apart and n not in frozen}
     owners = owners_of(whole, world)
     kept = [sum(copies[n] * whole[n] for n in whole if owners[n] == r) for r in range(world)]
     parts = sum(copies[n] * size for n, size in apart.items()) // world
     layer = sum(size for n, size in apart.items() if n.startswith("layers.0."))
-    sequences = config.batch_size // (config.accumulation * world)
-    rows = config.anchors * (shape.max_draft_tokens + (not shape.sample_from_anchor))
-    once = saved_bytes(model, partial(_forward, model, length, rows))
-    drafts = sequences * config.anchors * shape.max_draft_tokens
-    most = min(config.loss_rows, drafts)
-    logits = most * (shape.draft_vocab_size or shape.vocab_size) * LOGIT_BYTES
+    rows = config.batch_size // (config.accumulation * world) * config.anchors * drafts
+    resting = sum(sizes[name] for name in frozen if name != "d2t")
     return Memory(
         target=target_bytes,
         weights=2 * dtype.itemsize * sum(whole.values())
-        + dtype.itemsize * sizes.get("lm_head.weight", 0)
+        + dtype.itemsize * resting
         + layer * (3 * dtype.itemsize + 4),
         optimizer=4 * (max(kept) + parts),
-        activations=sequences * once,
-        logits=logits,
+        activations=activations,
+        logits=min(config.loss_rows, rows) * columns * LOGIT_BYTES,
     )
 
 

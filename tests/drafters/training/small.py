@@ -17,7 +17,7 @@ from drafters.training.target import Target
 from drafters.training.trainer import Trainer
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
-from tests.drafters.tiny import TINY, VOCAB, tiny_model, tiny_target
+from tests.drafters.tiny import HIDDEN, TINY, VOCAB, tiny_model, tiny_target
 
 CPU = torch.device("cpu")
 
@@ -38,6 +38,7 @@ class TinyVerifier:
 
     name, embedding_scale, final_softcap = "tiny", 1.0, None
     device, dtype = CPU, torch.float32
+    hidden_size, weight_bytes = HIDDEN, 7
     kv_specs: tuple[()] = ()
     attention = TorchRefBackend(
         AttentionSpec(device, dtype, num_heads=4, num_kv_heads=2, head_dim=8, block_size=16)

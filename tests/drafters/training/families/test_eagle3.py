@@ -14,6 +14,7 @@ from drafters.eagle3.checkpoint import read_checkpoint
 from drafters.eagle3.config import parse_config
 from drafters.training.families.choice import trained
 from drafters.training.families.eagle3 import Eagle3Model
+from drafters.training.loss.memory import LOGIT_BYTES, saved_bytes
 from drafters.training.stages import run_stages
 from drafters.training.state import load_state
 from drafters.training.trainer import Trainer
@@ -244,6 +245,24 @@ def test_what_is_not_trained_is_said_in_a_line(
     said = capsys.readouterr().err.splitlines()
     assert message in said[-1]
     assert not list((tmp_path / "run").glob("answers/*.gz"))
+
+
+def test_memory_is_what_a_step_takes(tmp_path: Path) -> None:
+    """Catches weights that are counted for each sequence, and blocks that are not."""
+    trainer = eagle_trainer(tmp_path, batch_size=12, anchors=6, ema=0.9)
+    said = trainer.drafter.memory(32, 1)
+    batch = sequences(torch.randint(TINY_VOCAB, (12, 32)))
+    features, _ = trainer.target.features(batch)
+    anchors = torch.arange(4, 10).expand(12, -1)
+
+    def step() -> Tensor:
+        return trainer.drafter.hidden(batch, anchors, trainer.drafter.context(batch, features))
+
+    taken = saved_bytes(trainer.model, step)
+    assert said.activations == pytest.approx(taken, rel=0.01)
+    count = sum(one.numel() for one in trainer.model.parameters())
+    assert (said.target, said.weights, said.optimizer) == (7, 2 * 4 * count, 5 * 4 * count)
+    assert said.logits == 12 * 6 * STEPS * 30 * LOGIT_BYTES
 
 
 def test_a_step_is_the_same_however_it_is_split(tmp_path: Path) -> None:
