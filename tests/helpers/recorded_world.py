@@ -73,13 +73,14 @@ class Replay:
     Args:
         answers: of `recorded`.
         time: undisturbed seconds of a step by shape.
-        seed: of where to begin, and of the disturbances: one step in 30 takes up to five times as
-            long.
+        seed: of where to begin, and of the disturbances.
+        disturbed: share of steps that take up to five times as long.
     """
 
     answers: Sequence[Sequence[Place]]
     time: Callable[[BlockShape], float]
     seed: int
+    disturbed: float = 1 / 30
 
     def run(
         self,
@@ -108,7 +109,7 @@ class Replay:
             seconds = (
                 undisturbed
                 * max(0.5, rng.gauss(1, 0.05))
-                * (1 + 4 * rng.random() if rng.random() < 1 / 30 else 1)
+                * (1 + 4 * rng.random() if rng.random() < self.disturbed else 1)
             )
             took += undisturbed
             tokens += accepted + 1

@@ -13,7 +13,7 @@ from specdec.base.blocks import BlockShape
 ENOUGH = 3
 """Times that tell how long a step takes, even where two of them are disturbed."""
 
-_SAMPLES = 8  # times kept per shape
+_SAMPLES = 15  # times kept per shape
 _KNOWN = 2500  # steps after which a time is as unknown as before
 _FIRST_ROWS = 8  # of a request, in what is tried before anything is measured
 
@@ -75,7 +75,7 @@ class StepTimes:
         # until another shape is measured
         self._estimates: dict[Batch, dict[BlockShape, float]] = {}
 
-    def of(self, batch: Batch) -> Mapping[BlockShape, Samples]:
+    def of(self, batch: Batch) -> dict[BlockShape, Samples]:
         """What was measured."""
         if batch not in self._samples:
             self._samples[batch] = {shape: Samples() for shape in self._arms}
@@ -105,39 +105,47 @@ class StepTimes:
         """Time of a step by shape, as far as there is anything to tell it from: no shorter than
         with fewer drafts of the same kind.
         """
-        samples = self.of(batch)
-        for one in samples.values():
+        for one in self.of(batch).values():
             if one.seconds and one.step < self.num_steps[batch] - _KNOWN:
                 one.seconds = None
                 one.late.clear()
                 self._estimates.clear()
         if batch not in self._estimates:
             self._estimates[batch] = self._estimate(batch)
-        found = self._estimates[batch].copy()
+        measured, estimates = self._measured(batch), self._estimates[batch]
+        found: dict[BlockShape, float] = {}
         longest: dict[tuple[bool, bool], float] = {}
         for shape in self._arms:
             kind = shape.is_tree, shape.budget > 0
-            if took := samples[shape].seconds:
-                found[shape] = took
-            elif shape in found:
-                found[shape] = max(found[shape], longest.get(kind, 0.0))
-            longest[kind] = found.get(shape, 0.0)
-        longest.clear()
-        for shape in reversed(found):
-            kind = shape.is_tree, shape.budget > 0
-            longest[kind] = found[shape] = min(found[shape], longest.get(kind, found[shape]))
+            if shape in measured:
+                longest[kind] = found[shape] = measured[shape]
+            elif shape in estimates:
+                longest[kind] = found[shape] = max(estimates[shape], longest.get(kind, 0.0))
         return found
+
+    def _measured(self, batch: Batch) -> dict[BlockShape, float]:
+        """Seconds of what was measured: no longer than with more drafts of the same kind, and
+        without drafts than with any, as disturbances only lengthen.
+        """
+        times: dict[BlockShape, float] = {}
+        least: dict[tuple[bool, bool], float] = {}
+        for shape, one in reversed(self.of(batch).items()):
+            if one.seconds:
+                kind = shape.is_tree, shape.budget > 0
+                least[kind] = times[shape] = min(one.seconds, least.get(kind, one.seconds))
+                if not shape.drafts:
+                    times[shape] = min(least.values())
+        return times
 
     def _estimate(self, batch: Batch) -> dict[BlockShape, float]:
         """Seconds of shapes of at most twice the rows of all that have been tried: the time of a
         much larger one would be a guess.
         """
         known = {
-            self._size(there, shape): one.seconds
-            for there, samples in self._samples.items()
+            self._size(there, shape): took
+            for there in self._samples
             if there.sampled == batch.sampled
-            for shape, one in samples.items()
-            if one.seconds
+            for shape, took in self._measured(there).items()
         }
         most = max([_FIRST_ROWS, *(2 * size.rows / size.num_reqs for size in known)])
         sizes = {s: self._size(batch, s) for s in self._arms if s.mean_rows <= most}

@@ -178,6 +178,16 @@ def test_more_drafts_are_not_expected_to_take_less_time() -> None:
     assert found["15"] >= found["7"] > 30
 
 
+def test_a_disturbed_plain_step_makes_no_other_look_slow() -> None:
+    """It takes no longer than one with drafts, so what was not measured does not either."""
+    choice = BlockChoice(shapes(15, trees=63), likeliest_first=True)
+    for shape, seconds in ((BlockShape(0), 0.023), (BlockShape(7, 7), 0.009)):
+        for _ in range(5):
+            choice.observe(1, shape, [0], seconds)
+    found = {one.shape: one.milliseconds for one in choice.estimates()}
+    assert found["0"] == found["tree 7"] == found["tree 15"] == pytest.approx(9)
+
+
 def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:
     """Between a dear k and a cheap one the time is a guess; a long run measures it, once that costs
     next to nothing.
