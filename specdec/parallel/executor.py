@@ -50,12 +50,16 @@ class Ranks:
 
     def __init__(self, workers: Workers, threads: int, folder: Rendezvous) -> None:
         self._workers, self._threads, self._folder = workers, threads, folder
-        self.why_ended = workers.why_ended
+        self.why_ended, self.may_end = workers.why_ended, workers.may_end
 
     def end(self, *, kill: bool) -> None:
         """Waits for them to end, or ends them."""
         self._workers.end(kill=kill)
         torch.set_num_threads(self._threads)
+
+    def join(self) -> None:
+        """Waits for the threads that watch them."""
+        self._workers.join()
 
     def forget(self) -> None:
         """Removes what they have met by, once this process has left their group; NCCL, whose group
@@ -77,6 +81,8 @@ class Executor:
     def __init__(self, group: Group, ranks: Ranks | None = None, secret: bytes = b"") -> None:
         self.group = group
         self._ranks = ranks
+        own = group.device_group  # torch takes None for all ranks
+        self._on_device = own is not None and dist.get_backend(own) == "nccl"
         self._process = os.getpid()
         self._wire = Wire(group, secret)
         self._lock = threading.RLock()  # callers come one at a time
@@ -218,6 +224,8 @@ class Executor:
         with self._lock:
             if self._ended is None and not self._forked:
                 self._ended = _CLOSED
+                if self._ranks is not None:
+                    self._ranks.may_end()
                 try:
                     self._wire.close([END])
                 except RuntimeError:
@@ -226,8 +234,20 @@ class Executor:
                     self._release(kill=False)
 
     def lose(self, line: str) -> None:
-        """Takes note that a rank has ended, as `line` says; by the thread that watches it."""
+        """Takes note that a rank has ended, as `line` says, and frees a host that waits for the
+        device; by the thread that watches the rank.
+
+        Where nobody waits, that thread never has a process group: if it let go of one last, while
+        the interpreter ends, the process would abort.
+        """
         self._ended = self._ended or line
+        if self._on_device and self.busy:
+            threading.Thread(target=self.group.device_group.abort, daemon=True).start()
+
+    def join(self) -> None:
+        """Waits until nobody watches the ranks any more; once the group has ended."""
+        if self._ranks is not None and not self._forked:
+            self._ranks.join()
 
     def _fail(self, error: BaseException) -> None:
         """Ends the group because of an error on rank 0, which may come from another rank's end.

@@ -223,6 +223,7 @@ def _leave(executor: Executor) -> None:
     ever, which is ended then.
     """
     executor.end()
+    executor.join()
     if executor.failed and torch.cuda.is_initialized():
         # with status 1
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -248,10 +249,6 @@ def _lost(executor: Executor, line: str) -> None:
     found out.
     """
     executor.lose(line)
-    group = executor.group.device_group
-    if executor.busy and dist.get_backend(group) == "nccl":
-        # frees a host that waits for the device
-        threading.Thread(target=group.abort, daemon=True).start()
     limit = time.monotonic() + PATIENCE
     while executor.busy and time.monotonic() < limit:
         time.sleep(0.05)

@@ -88,14 +88,18 @@ class Worker(threading.Thread):
         self._ended_call(self)
 
     @property
+    def status(self) -> int:
+        """With which it has ended, negative where a signal has ended it; 0 before."""
+        return 0 if self._process is None else self._process.returncode or 0
+
+    @property
     def by_signal(self) -> bool:
         """Whether a signal has ended it, so that no other rank's end can be the cause."""
-        return self._process is not None and (self._process.returncode or 0) < 0
+        return self.status < 0
 
     def describe(self) -> str:
         """Why it has ended, in one line."""
-        assert self._process is not None
-        code = self._process.returncode
+        code = self.status
         if self._stopped >= STOPPED:
             return stopped(self.rank)
         if self.by_signal:
@@ -133,7 +137,7 @@ class Workers:
 
     def __init__(self, settings: Mapping[int, Settings]) -> None:
         self._lock = threading.Lock()
-        self._closing = False
+        self._asked = self._closing = False
         self._lost: list[Worker] = []
         self._line: str | None = None
         self._reported = threading.Event()
@@ -152,6 +156,12 @@ class Workers:
                 if self._lost and (line := self.why_ended()):
                     raise SpecDecError(line)
 
+    def may_end(self) -> None:
+        """They are about to be told that the group ends: from here on none is lost that ends with
+        status 0.
+        """
+        self._asked = True
+
     def end(self, *, kill: bool) -> None:
         """Waits for all to end, at most `PATIENCE`, or ends them at once."""
         self._closing = True
@@ -162,6 +172,11 @@ class Workers:
             time.sleep(0.01)
         for worker in self._all:
             worker.kill()
+
+    def join(self) -> None:
+        """Waits for the threads of all, whose processes have ended."""
+        for worker in self._all:
+            worker.join(PATIENCE)
 
     def why_ended(self) -> str | None:
         """One line about the rank that ended first unasked; waits a moment for it."""
@@ -177,7 +192,7 @@ class Workers:
     def _ended(self, worker: Worker) -> None:
         """In the sibling's own thread."""
         with self._lock:
-            if self._closing:
+            if self._closing or (self._asked and worker.status == 0):
                 return
             self._lost.append(worker)
             if len(self._lost) > 1:

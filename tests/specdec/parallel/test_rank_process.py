@@ -47,6 +47,24 @@ def test_one_that_is_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     assert lost[0].endswith("was stopped for 0.1 s, as by SIGSTOP, and has been ended")
 
 
+@pytest.mark.parametrize(("asked", "status", "is_lost"), [(1, 0, 0), (1, 3, 1), (0, 0, 1)])
+def test_one_that_ends_when_it_is_told_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int, status: int, is_lost: int
+) -> None:
+    """It may be gone before rank 0 waits for it. Nobody watches it then."""
+    start = f"import sys; print('ready', flush=True); input(); sys.exit({status})"
+    monkeypatch.setattr(workers, "START", start)
+    monkeypatch.setattr(workers, "GATHER", 0.01)
+    lost: list[str] = []
+    ranks = workers.Workers({1: settings(tmp_path, os.getpid())})
+    ranks.on_loss = lost.append
+    if asked:
+        ranks.may_end()
+    ranks.wait()
+    ranks.join()
+    assert len(lost) == is_lost and not ranks._all[0].is_alive()
+
+
 def settings(folder: object, parent: int) -> Settings:
     """Of a rank that waits in a folder where nobody comes, as when rank 0 still imports."""
     return Settings(
