@@ -136,7 +136,7 @@ def refusal(folder: Path, size: int, **options: Any) -> str:
 
 REFUSED = {
     "llama": (3, "4 attention heads, which 3 ranks do not divide; start 1"),
-    "laguna": (3, "2 key and value heads, which 3 ranks do not divide; start 1"),
+    "laguna": (3, "which 3 ranks do not divide; start 1 or another divisor or multiple of 2"),
     "kimi_linear": (2, "3 heads of recurrent layers"),
     "bamba": (2, "1 groups of such heads that share keys"),
     "qwen2_moe": (2, r"25 numbers on axis -2 of 'model.layers.0.mlp.experts.gate_up_proj'"),
@@ -159,11 +159,17 @@ def test_what_does_not_divide_is_refused_by_name(name: str, tmp_path: Path) -> N
 
 
 def test_groups_of_inputs_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    """As stored; of plain numbers a rank has its part of all."""
     folder = fp8_target(tmp_path, "llama")  # in groups of 24 of 32 inputs
-    assert (
-        "which 2 ranks do not divide; start fewer ranks, or take the checkpoint in plain numbers"
-        in refusal(folder, 2)
+    config = read_config(str(folder))
+    said = "which 2 ranks do not divide; start fewer ranks, or unpack them: weights 'bfloat16'"
+    with pytest.raises(SpecDecError, match=said):
+        read(folder, config, shard_of(config, 0), as_stored=True)
+    whole, *ranks = (
+        read(folder, config, shard) for shard in (None, shard_of(config, 0), shard_of(config, 1))
     )
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert torch.equal(torch.cat([rank[name] for rank in ranks], dim=1), whole[name])
 
 
 def test_models_of_transformers_modules_are_refused(tmp_path: Path) -> None:

@@ -262,7 +262,10 @@ class _Reader:
             stored = stored.to(self._dtype)
             if self._as_stored:
                 self._widened.append(source)
-        return stored if self._shard is None else self._shard.part(name, stored)
+        if self._shard is None:
+            return stored
+        # Of plain numbers a rank can have any part.
+        return self._shard.part(name, stored if self._as_stored else self._dense(stored))
 
     def _part(self, name: str, source: str) -> Tensor:
         """What is wanted of a tensor that is not quantized, on the CPU."""

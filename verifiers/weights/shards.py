@@ -159,8 +159,8 @@ class Shard:
     def _undivided(self, name: str, group: int, inputs: int) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"{name!r} of target {self._name!r} has scales for groups of {group} of its {inputs}"
-            f" inputs, which {self.group.size} ranks do not divide; start fewer ranks, or take the"
-            f" checkpoint in plain numbers"
+            f" inputs, which {self.group.size} ranks do not divide; start fewer ranks, or unpack"
+            f" them: weights 'bfloat16'"
         )
 
     def _rule(self, name: str) -> _Rule | None:
@@ -201,7 +201,7 @@ class Shard:
         if count % ranks and not (shared and ranks % count == 0):
             raise UnsupportedModelError(
                 f"target {self._name!r} has {what}, which {ranks} ranks do not divide; start"
-                f" {gcd(count, ranks)} or another divisor of {count}"
+                f" {gcd(count, ranks)} or another divisor{' or multiple' * shared} of {count}"
             )
 
 
