@@ -24,6 +24,7 @@ from drafters.dflash.config.layout import parse_config
 from drafters.dflash.drafter import BoundDFlash
 from drafters.dspark.markov import MarkovConfig
 from drafters.load import load_drafter
+from drafters.training.config import TrainConfig
 from drafters.training.shape import make_drafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError, InvalidInputError
@@ -437,7 +438,7 @@ def test_writing_and_training_are_refused(tmp_path: Path) -> None:
         CheckpointError, match="with gated attention and norms of taps can be read, but not written"
     ):
         write_checkpoint(tmp_path / "written", config, tensors)
-    train: Any = type("Config", (), {"init": tmp_path / "drafter"})
+    train = TrainConfig(out=str(tmp_path / "run"), init=str(tmp_path / "drafter"))
     with pytest.raises(
         InvalidInputError,
         match="has gated attention and norms of taps, which training does not know",

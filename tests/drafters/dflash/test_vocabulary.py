@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from drafters.dflash.drafter import BoundDFlash, load_dflash
+from drafters.training.config import TrainConfig
 from drafters.training.shape import make_drafter
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.noise import Purpose, of_step, uniform
@@ -113,7 +114,7 @@ def test_scales_unlike_the_targets(
     verifier.embedding_scale, verifier.final_softcap = 6.0, 20.0
     config = replace(TINY, input_embedding_scale=scale, final_logit_softcapping=softcap)
     path = write_tiny_dflash(tmp_path / "drafter", config)
-    train: Any = type("Config", (), {"init": path})
+    train = TrainConfig(out="run", init=str(path))
     assert config.scaled_like(verifier) is alike
     if not alike:
         with pytest.raises(

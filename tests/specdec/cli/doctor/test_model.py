@@ -165,15 +165,15 @@ def test_formats_that_no_packed_form_has_are_counted_in_plain_numbers(
 
 def test_a_target_for_several_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A tenth of a GPU is left for what is no weight: 172.8 of 192 GB. Its 8 key heads are divided
-    by 2, 4 and 8.
+    by 2, 4 and 8, and shared by two of 16 ranks each.
     """
     fits = folder(tmp_path / "fits", QWEN3_8B, total_size=172 * GB)
     assert doctor(capsys, fits)["memory"] == "1 GPU of 192 GB"
     said = doctor(capsys, folder(tmp_path / "large", QWEN3_8B, total_size=346 * GB))
     assert said["memory"] == "4 GPUs of 192 GB" and said["would run"] == "yes"
-    assert (
-        said["ranks"]
-        == "weights of a GPU: 173 GB on 2, 86.5 GB on 4, 43.3 GB on 8 (--tensor-parallel)"
+    assert said["ranks"] == (
+        "weights of a GPU: 173 GB on 2, 86.5 GB on 4, 43.3 GB on 8, 22.4 GB on 16"
+        " (--tensor-parallel)"
     )
     said = doctor(capsys, folder(tmp_path / "huge", QWEN3_8B, total_size=1400 * GB), status=1)
     assert (
