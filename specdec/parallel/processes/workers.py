@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from specdec.base.errors import SpecDecError
 from specdec.parallel.processes.process import Settings
@@ -85,6 +86,9 @@ class Worker(threading.Thread):
             self.ready.set()
         self._words = self._process.stdout.read().decode(errors="replace").strip()
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # what it did not read
+                pipe.close()
         self._ended_call(self)
 
     @property

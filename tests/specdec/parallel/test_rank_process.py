@@ -32,7 +32,8 @@ time.sleep(600)
 
 def test_one_that_is_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would leave all others waiting; one line says so."""
-    monkeypatch.setattr(workers, "START", "print('ready', flush=True); input()")
+    # The first line are the settings; another one does not come.
+    monkeypatch.setattr(workers, "START", "print('ready', flush=True); input(); input()")
     monkeypatch.setattr(workers, "LOOK", 0.05)
     monkeypatch.setattr(workers, "STOPPED", 2)
     lost: list[str] = []
