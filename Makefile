@@ -1,5 +1,6 @@
 PYTHON ?= python3
-WORKERS ?= 2
+# One more than cores: many tests wait for processes.
+WORKERS ?= 3
 QUESTION ?= Write a Python function that computes the average of a list of numbers.
 DEMO ?= --compare --stream --max-tokens 200
 # Where the models of `make real` come from: hub, packages, or a folder with the files.
