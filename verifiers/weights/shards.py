@@ -40,8 +40,8 @@ class _Rule:
         axis: which is, counted from the last one.
         parts: how long parts beside each other on that axis are, relative to each other; of each a
             rank has its slice.
-        shared: of each part its heads, where there are fewer than ranks, so that several ranks have
-            the same one; 0, and none for later parts, where it is divided.
+        shared: how many heads each part has, where these are fewer than the ranks, so that several
+            ranks have the same one. 0 divides the part, and so does a missing entry.
         kind: "tokens" are divided though their number may not be a multiple, "first" is a term of a
             sum, which rank 0 alone adds.
     """
