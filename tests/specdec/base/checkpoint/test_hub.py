@@ -196,8 +196,10 @@ def test_a_folder_whose_name_looks_like_a_revision(folders: Path, tmp_path: Path
         "x" * 5000 + "/",
     ],
 )
-def test_names_that_can_be_none_on_the_hub(name: str, monkeypatch: Patch) -> None:
-    """Nobody is asked."""
+def test_names_that_can_be_none_on_the_hub(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Nobody is asked. Where this runs, and beside it, is nothing."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     for call in ("snapshot_download", "hf_hub_download"):
         monkeypatch.setattr(hub, call, lambda *args, **options: pytest.fail("the hub was asked"))
     for find in (
