@@ -5,8 +5,8 @@
 
 The first prints, for so many clients at once, greedy and at temperature 1, what `specdec serve`
 gives six processes of clients that read streamed chats, beside what an engine of the same options
-gives the same prompts in a process without a server, in turn; and what another server gives that
-`--peer HOST:PORT` names. `--seconds` bounds how long it measures a row. The second has an engine
+gives the same prompts in a process without a server, in turn; and what other servers give that
+`--peer HOST:PORT ...` names. `--seconds` bounds how long it measures a row. The second has an engine
 that writes five tokens per step and computes nothing, and prints the processor's microseconds that
 each process of the server takes for an event, a token and a request. Clients speak HTTP by
 themselves, so they need no package. What follows -- are options of `specdec serve`; those of model
@@ -185,8 +185,9 @@ def load(address: Address, about: Asked) -> Seen:
     context = multiprocessing.get_context("fork")
     out, started = context.Queue(), []
     for number in range(count):
-        share = about.at_once // count + (number < about.at_once % count)
-        part = replace(about, questions=about.questions[number::count], at_once=share)
+        theirs = range(number, about.at_once, count)  # clients, each with as many questions
+        asked = [text for client in theirs for text in about.questions[client :: about.at_once]]
+        part = replace(about, questions=asked, at_once=len(theirs))
         started.append(context.Process(target=clients, args=(out, address, part)))
     for process in started:
         process.start()
@@ -269,12 +270,12 @@ class Row:
     at_once: int
     alone: list[float] = field(default_factory=list)
     server: list[Seen] = field(default_factory=list)
-    peer: list[Seen] = field(default_factory=list)
+    peers: dict[str, list[Seen]] = field(default_factory=dict)
 
     @property
     def lost(self) -> int:
         """Answers."""
-        return sum(one.lost for one in (*self.server, *self.peer))
+        return sum(one.lost for side in (self.server, *self.peers.values()) for one in side)
 
     def line(self) -> str:
         """It in a table."""
@@ -282,7 +283,7 @@ class Row:
         share = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         cells = [f"{self.temperature:g}", f"{self.at_once}"]
         cells.append(f"{statistics.median(self.alone):,.0f}")
-        for side in (self.server, self.peer) if self.peer else (self.server,):
+        for side in (self.server, *self.peers.values()):
             every = Seen()
             for one in side:
                 every.add(one)
@@ -302,13 +303,13 @@ def compare(args: argparse.Namespace) -> int:
     orders.recv()
     columns = ["temperature", "at once", "engine alone, tokens/s", "server"]
     columns += ["server / alone, median (least to most)", "first token, ms: median", "p99"]
-    peer = args.peer and (args.peer.rpartition(":")[0], int(args.peer.rpartition(":")[2]))
-    columns += ["peer, tokens/s", "first token, ms: median", "p99"] if peer else []
+    for peer in args.peer:
+        columns += [f"{peer}, tokens/s", "first token, ms: median", "p99"]
     with served(["-m", "specdec"], args.options) as (_, address):
         print(f"| {' | '.join([*columns, 'lost'])} |\n|{'---|' * (len(columns) + 1)}")
         for temperature, count in product(args.temperatures, args.at_once):
             row = Row(temperature, count)
-            questions = questions_of(args.questions, max(16, min(4 * count, count + 1024)))
+            questions = questions_of(args.questions, max(16, min(8 * count, count + 1024)))
             about, until = Asked(questions, count, args.tokens, temperature), math.inf
             for number in range(args.repeats + 1):
                 if number == 1:  # what came before has warmed up
@@ -317,8 +318,9 @@ def compare(args: argparse.Namespace) -> int:
                 orders.send(about)
                 row.alone.append(orders.recv())
                 row.server.append(load(address, about))
-                if peer:
-                    row.peer.append(load(peer, about))
+                for peer in args.peer:
+                    host, _, port = peer.rpartition(":")
+                    row.peers.setdefault(peer, []).append(load((host, int(port)), about))
                 if time.monotonic() > until:
                     break
             lost += row.lost
@@ -416,7 +418,7 @@ def main() -> int:
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
     add("--repeats", type=int, default=3, help="of each row, all sides in turn")
     add("--seconds", type=float, default=math.inf, help="of a row, above which it is not repeated")
-    add("--peer", metavar="HOST:PORT", help="another server, with OpenAI's routes")
+    add("--peer", nargs="+", default=[], metavar="HOST:PORT", help="servers with OpenAI's routes")
     add("--tokens", type=int, default=256, help="of each answer at most")
     add("--questions", type=Path, metavar="FILE", help="JSONL with a question in each line")
     add("--dummy", action="store_true", help="an engine that computes nothing")
