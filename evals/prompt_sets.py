@@ -320,8 +320,7 @@ def _hub_rows(name: str, source: _Source) -> list[tuple[str, Row]]:
     if find_spec("datasets") is None:
         raise InvalidInputError(
             f"prompt set {name!r} is read from the hub by the package datasets, which is not"
-            f" installed;"
-            f" run: {install_command('eval')}; or {way_out}"
+            f" installed; run: {install_command('eval')}; or {way_out}"
         )
     try:
         rows = import_module("datasets").load_dataset(source.hub, source.config, split=source.split)

@@ -205,8 +205,7 @@ class SpecdecLM(TemplateLM):
             if len(continuation) > self.max_length:
                 raise InvalidInputError(
                     f"a continuation has {len(continuation)} tokens and the limit is"
-                    f" {self.max_length};"
-                    " shorten it or raise max_length"
+                    f" {self.max_length}; shorten it or raise max_length"
                 )
             if continuation:  # an empty one is certain
                 sequences.append(

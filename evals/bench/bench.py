@@ -119,8 +119,7 @@ class Bench:
             ):
                 raise InvalidInputError(
                     f"concurrency is {max(config.concurrencies)} and peer {peer.name!r} decodes"
-                    f" {peer.max_concurrency} at once;"
-                    " measure it in a run of its own"
+                    f" {peer.max_concurrency} at once; measure it in a run of its own"
                 )
 
     def run(self, provenance: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -125,9 +125,8 @@ class Room:
         if most > verifier.max_model_len:
             raise CapacityError(
                 f"prompts of {prompt_tokens:,} tokens and {steps} steps need {most:,} positions and"
-                f" {verifier.name} has"
-                f" {verifier.max_model_len:,}; shorten the prompts, or raise"
-                f" max_position_embeddings in the config"
+                f" {verifier.name} has {verifier.max_model_len:,}; shorten the prompts, or raise"
+                " max_position_embeddings in the config"
             )
         return cls(num_reqs, most)
 

@@ -220,9 +220,8 @@ def _check_unfinished(requests: Sequence[Request]) -> None:
         if request.status is Status.FINISHED:
             raise CapacityError(
                 f"a conversation of {len(request.prompt_token_ids)} tokens came to its end"
-                f" ({request.finish_reason}) after"
-                f" {len(request.output_token_ids)} more, before the measurement did; take shorter"
-                f" prompts or fewer at once"
+                f" ({request.finish_reason}) after {len(request.output_token_ids)} more, before the"
+                " measurement did; take shorter prompts or fewer at once"
             )
 
 

@@ -110,10 +110,9 @@ def dummy_table(report: Report) -> list[str]:
         *align(rows, left=(0, 1, len(rows[0]) - 2)),
         "",
         f"random weights{_quantized(settings)}, {report['weight_bytes'] / 1e9:.1f} GB of them;"
-        f" medians of"
-        f" {settings['repeats']} passes of"
-        f" {settings['steps']} steps, prefill apart; of bound: to reading weights and cache at"
-        f" {report['bandwidth'] / 1e9:,.0f} GB/s, as measured here.",
+        f" medians of {settings['repeats']} passes of {settings['steps']} steps, prefill apart; of"
+        f" bound: to reading weights and cache at {report['bandwidth'] / 1e9:,.0f} GB/s, as"
+        " measured here.",
         *([f"ratio: ours to vLLM {peer}'s; below 1 is faster in ms, above 1 else."] * bool(peer)),
         *_given_acceptance(report),
         *_experts_met(report["experts"], report["rows"]),
@@ -330,9 +329,8 @@ def _differences(task: dict[str, Any]) -> list[str]:
         if one["margin"] is not None:
             where += (
                 f", token {one['position'] + 1}: plain {one['plain_token']!r}, speculative"
-                f" {one['speculative_token']!r};"
-                f" the two largest logits are {one['margin']:.4g} apart, where the type resolves"
-                f" {one['resolution']:.4g}"
+                f" {one['speculative_token']!r}; the two largest logits are {one['margin']:.4g}"
+                f" apart, where the type resolves {one['resolution']:.4g}"
             )
         lines.append(where)
     return lines

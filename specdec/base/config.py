@@ -231,8 +231,7 @@ class EngineConfig:
         require(
             not self.tree_nodes or self.num_draft_tokens in ("auto", None),
             f"tree_nodes is {self.tree_nodes} and num_draft_tokens {self.num_draft_tokens}; a block"
-            f" is a tree or a chain, so leave"
-            " out one of the two",
+            " is a tree or a chain, so leave out one of the two",
         )
         budget, chosen = self.verify_budget, self.num_draft_tokens == "auto" and not self.tree_nodes
         require(

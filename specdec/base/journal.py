@@ -64,8 +64,7 @@ class Journal:
         except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidInputError(
                 f"{self._path}:{line} is damaged, or of another version of specdec"
-                f" ({one_line(error)});"
-                " delete that line to run its sample again"
+                f" ({one_line(error)}); delete that line to run its sample again"
             ) from error
 
     def add(self, key: str, record: dict[str, Any]) -> None:

@@ -66,9 +66,8 @@ def overwritten_packages() -> list[str]:
     """
     owners = packages_distributions()
     return [
-        f"distribution {other!r} has files in package {name!r} of {DISTRIBUTION};"
-        f" run: python -m pip uninstall {other}, then install {DISTRIBUTION} from its checkout"
-        f" again"
+        f"distribution {other!r} has files in package {name!r} of {DISTRIBUTION}; run: python -m"
+        f" pip uninstall {other}, then install {DISTRIBUTION} from its checkout again"
         for name in PACKAGES
         for other in sorted(set(owners.get(name, ())) - {DISTRIBUTION})
     ]

@@ -89,10 +89,9 @@ def pins(
     if build is None and gpus:
         raise InvalidInputError(
             f"an AMD GPU is here ({', '.join(sorted(set(gpus)))}), and pip's own torch is built for"
-            f" CUDA; name the index that"
-            " PyTorch's install page gives for ROCm: make demo TORCH_INDEX=...; or a Python that"
-            " has a ROCm build: make demo"
-            " PYTHON=...; or leave the GPU alone: make demo TORCH=torch (docs/rocm.md)"
+            " CUDA; name the index that PyTorch's install page gives for ROCm: make demo"
+            " TORCH_INDEX=...; or a Python that has a ROCm build: make demo PYTHON=...; or leave"
+            " the GPU alone: make demo TORCH=torch (docs/rocm.md)"
         )
     if build is None or not (build.hip or named):
         return constraints

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 GRAMMAR_HELP = (
     "what the output must look like: json_object, json_schema:SCHEMA, regex:PATTERN, choice:A|B or"
-    " ebnf:RULES; @FILE in place of"
-    " the text reads it from a file"
+    " ebnf:RULES; @FILE in place of the text reads it from a file"
 )
 
 

@@ -197,8 +197,7 @@ class TooManyStates(InvalidInputError):
     def __init__(self) -> None:
         super().__init__(
             f"patterns, lookaheads and lengths of a string come to more than {MAX_STATES:,} states"
-            f" together, or to too many on the"
-            " way there; make them simpler"
+            " together, or to too many on the way there; make them simpler"
         )
 
 

@@ -164,8 +164,7 @@ class SamplingParams:
         require(
             len(stop) <= MAX_STOPS and length <= MAX_STOP_CHARACTERS,
             f"stop has {len(stop):,} strings of {length:,} characters together; the most are"
-            f" {MAX_STOPS} of"
-            f" {MAX_STOP_CHARACTERS:,}, so give fewer or shorter ones",
+            f" {MAX_STOPS} of {MAX_STOP_CHARACTERS:,}, so give fewer or shorter ones",
         )
         object.__setattr__(self, "stop", stop)
         ids = sequence(self, "stop_token_ids", "token ids")
@@ -240,8 +239,7 @@ class SamplingParams:
         require(
             self.grammar is None or budget is None or self.grammar_after_thinking is not False,
             "grammar_after_thinking is false with a thinking_token_budget; a grammar for the"
-            " thinking"
-            " says itself where that ends, so leave out one of the two",
+            " thinking says itself where that ends, so leave out one of the two",
         )
         require(
             self.grammar is None or not ends,

@@ -108,8 +108,7 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> frozen
             _never_found.add(entry)
             logger.warning(
                 "stop string %.80r holds the special token %r, which texts leave out, so it never"
-                " matches;"
-                " set skip_special_tokens to false, or stop at the token alone",
+                " matches; set skip_special_tokens to false, or stop at the token alone",
                 entry,
                 held,
             )

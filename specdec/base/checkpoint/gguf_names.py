@@ -36,8 +36,7 @@ def whole_model(path: Path) -> list[Path]:
     if missing:
         raise CheckpointError(
             f"{len(missing)} of the {len(parts)} parts of {path.name!r} are missing, the first"
-            f" being"
-            f" {missing[0]!r}; fetch them all"
+            f" being {missing[0]!r}; fetch them all"
         )
     return parts
 

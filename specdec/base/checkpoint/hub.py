@@ -399,8 +399,7 @@ def _place(name: str | Path, what: str) -> _Place:
     if match is None or ".." in (match[3] or "") or ("/" not in match[1] and what != "target"):
         raise CheckpointError(
             f"{what} {str(name)!r} is not a folder, and no name on the hub; give a folder with"
-            f" {CONFIG}, a GGUF file,"
-            " owner/name, or owner/name:folder"
+            f" {CONFIG}, a GGUF file, owner/name, or owner/name:folder"
         )
     place = _Place(*match.groups())
     if place.revision and re.fullmatch("[0-9a-f]{4,39}", place.revision) and place.cached is None:
@@ -471,8 +470,7 @@ def _refusal(
     if isinstance(error, LocalEntryNotFoundError):
         return CheckpointError(
             f"cannot fetch {what} {name!r}: the hub is out of reach and {missing} not in its cache;"
-            f" go online, or give a local"
-            " folder"
+            " go online, or give a local folder"
         )
     return CheckpointError(
         f"cannot fetch {what} {name!r} from the hub: {one_line(error, 160)}; check the name, or"

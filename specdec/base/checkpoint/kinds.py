@@ -51,8 +51,7 @@ def check_entries(entries: Mapping[str, Any], name: str | Path, what: str) -> No
     if isinstance(stated, Mapping) and {"bits", "group_size"} <= stated.keys():
         raise CheckpointError(
             f"{what} {str(name)!r} is quantized by MLX ({CONFIG} has quantization), which is not"
-            f" read; take the checkpoint that it"
-            " was made of"
+            " read; take the checkpoint that it was made of"
         )
 
     drafter = resolve(PARTS, "drafter", "part")(entries) if what == "target" else None
@@ -76,8 +75,7 @@ def missing_config(name: str | Path, what: str) -> CheckpointError:
     if variants:
         return CheckpointError(
             f"{what} {str(name)!r} has no {CONFIG} itself, but its folders {', '.join(variants)}"
-            f" have; name one, such as"
-            f" {_inside(str(name), variants[0])!r}"
+            f" have; name one, such as {_inside(str(name), variants[0])!r}"
         )
     return CheckpointError(
         f"{what} {str(name)!r} has no {CONFIG}; give a checkpoint in the layout of transformers"
@@ -121,6 +119,5 @@ def _lone_adapter(name: str | Path, what: str) -> CheckpointError:
     ) or "the model that it changes"
     return CheckpointError(
         f"{what} {str(name)!r} is an adapter (LoRA or the like) and no model; merge it into {base}"
-        f" (merge_and_unload of peft), and"
-        " give the result"
+        " (merge_and_unload of peft), and give the result"
     )

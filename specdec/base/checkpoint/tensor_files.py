@@ -129,8 +129,7 @@ class TensorFiles:
         if missing:
             raise CheckpointError(
                 f"{len(missing)} of the files that {teller} tells of are missing, the first being"
-                f" {missing[0][:100]!r};"
-                " fetch the whole checkpoint again"
+                f" {missing[0][:100]!r}; fetch the whole checkpoint again"
             )
 
     def _listed(self, files: Iterable[str]) -> dict[str, str]:

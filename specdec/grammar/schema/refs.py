@@ -33,8 +33,7 @@ class Root:
         if self._num_compared > MAX_COMPARISONS:
             raise InvalidInputError(
                 f"the JSON schema takes more than {MAX_COMPARISONS:,} comparisons to tell its"
-                f" options, types and references"
-                " apart; make it simpler"
+                " options, types and references apart; make it simpler"
             )
 
     def target(self, reference: str) -> Any:
