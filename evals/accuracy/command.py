@@ -12,7 +12,7 @@ from specdec.base.errors import InvalidInputError
 from specdec.base.packages import install_command
 from specdec.base.registry import drafter_name
 from specdec.base.writing import check_writable, make_folder, write_text
-from specdec.cli.fields import whole_number
+from specdec.cli.fields import adding, whole_number
 from specdec.cli.options import (
     cluster_config,
     engine_config,
@@ -61,32 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec eval`."""
     parser.usage = "%(prog)s --tasks NAME ... [options]"
     parser.epilog = _EXAMPLES
-    add = parser.add_argument_group("tasks").add_argument
+    add, number, switch = adding(parser.add_argument_group("tasks"))
     add("--tasks", nargs="+", metavar="NAME", help="tasks of lm-eval, or bundled")
-    add(
-        "--data",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="TASK=PATH",
-        help="JSONL file, or a folder with one per split",
-    )
-    add("--limit", type=whole_number, metavar="N", help="only the first N samples of every task")
-    add(
-        "--num-fewshot",
-        type=whole_number,
-        metavar="N",
-        help="examples in the prompt (default: the task's own number)",
-    )
-    add(
-        "--chat", action="store_true", help="use the chat template, with few-shot examples as turns"
-    )
+    files = {"nargs": "+", "action": "extend", "default": [], "metavar": "TASK=PATH"}
+    add("--data", help="JSONL file, or a folder with one per split", **files)
+    number("--limit", help="only the first N samples of every task")
+    number("--num-fewshot", help="examples in the prompt (default: the task's own number)")
+    switch("--chat", help="use the chat template, with few-shot examples as turns")
     add("--system", metavar="TEXT", help="system message, with --chat")
-    add(
-        "--think-end-token",
-        metavar="TOKEN",
-        help="token, or its id, that ends the thinking: answers begin behind it",
-    )
+    what = "token, or its id, that ends the thinking: answers begin behind it"
+    add("--think-end-token", metavar="TOKEN", help=what)
     peers = "models of lm-eval beside ours: hf, vllm, or NAME:FOLDER"
     add("--peer", nargs="+", default=[], metavar="NAME", help=peers)
     for option, name, how in _HARNESS:
@@ -96,15 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine_options(
         parser,
         (
-            "num_draft_tokens",
-            "tree_nodes",
-            "max_num_seqs",
-            "max_model_len",
-            "max_prefill_tokens",
-            "draft_sampling",
-            "verify_budget",
-            "graphs",
-            "memory_bytes",
+            *("num_draft_tokens", "tree_nodes", "verify_budget", "draft_sampling", "max_num_seqs"),
+            *("max_model_len", "max_prefill_tokens", "graphs", "memory_bytes"),
         ),
         old={"max_num_seqs": "--batch-size", "max_model_len": "--max-length"},
     )
@@ -117,13 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     ray_options(parser)
 
-    add = parser.add_argument_group("output").add_argument
+    add, _, switch = adding(parser.add_argument_group("output"))
     add("--out", metavar="FOLDER", help="report.json, and finished samples to resume from")
-    add(
-        "--log-samples",
-        action="store_true",
-        help="write lm-eval's record of every sample, too; needs --out",
-    )
+    switch("--log-samples", help="write lm-eval's record of every sample, too; needs --out")
     add("--html", metavar="FILE", help="write a page with plots that opens without a network")
 
 

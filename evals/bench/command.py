@@ -11,7 +11,7 @@ from evals.bench import shapes
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import check_writable, place_of, write_text
-from specdec.cli.fields import whole_number
+from specdec.cli.fields import adding
 from specdec.cli.options import (
     cluster_config,
     engine_options,
@@ -65,42 +65,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " --format; without it, measure",
     )
 
-    add = parser.add_argument_group("what to ask").add_argument
-    add(
-        "--sets",
-        nargs="+",
-        default=["bundled"],
-        metavar="NAME",
-        help="prompt sets (default bundled)",
-    )
-    add(
-        "--data",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME=FILE",
-        help="read set NAME from a JSONL file",
-    )
-    add("--limit", type=whole_number, metavar="N", help="only the first N rows of every set")
-    add(
-        "--per-category",
-        type=whole_number,
-        metavar="N",
-        help="only the first N rows of every category of a set, such as MT-Bench's",
-    )
-    add(
-        "--raw",
-        action="store_true",
-        help="continue the prompts as they are, without the chat template",
-    )
+    add, number, switch = adding(parser.add_argument_group("what to ask"))
+    names = {"nargs": "+", "default": ["bundled"], "metavar": "NAME"}
+    add("--sets", help="prompt sets (default bundled)", **names)
+    files = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=FILE"}
+    add("--data", help="read set NAME from a JSONL file", **files)
+    number("--limit", help="only the first N rows of every set")
+    what = "only the first N rows of every category of a set, such as MT-Bench's"
+    number("--per-category", help=what)
+    switch("--raw", help="continue the prompts as they are, without the chat template")
 
     model_options(parser, several=("drafter",))
     engine_options(
         parser,
         (
-            *("num_draft_tokens", "tree_nodes", "verify_budget"),
-            *("draft_sampling", "max_num_seqs", "max_model_len", "max_prefill_tokens"),
-            *("graphs", "memory_bytes"),
+            *("num_draft_tokens", "tree_nodes", "verify_budget", "draft_sampling", "max_num_seqs"),
+            *("max_model_len", "max_prefill_tokens", "graphs", "memory_bytes"),
         ),
         several=("num_draft_tokens", "tree_nodes", "verify_budget", "max_num_seqs"),
         defaults={"max_num_seqs": 1},
@@ -113,49 +93,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         defaults={"seed": 0},
     )
 
-    add = parser.add_argument_group("measurement").add_argument
-    add(
-        "--repeats",
-        type=whole_number,
-        default=3,
-        metavar="N",
-        help="timed passes of every side (default %(default)s)",
-    )
-    add(
-        "--warmup",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help="untimed passes before them (default %(default)s)",
-    )
-    add(
-        "--behind-hits",
-        action="store_true",
-        help="ask every prompt once more, from the prefix cache, and print tau of that, too",
-    )
-    add("--peer", nargs="+", default=[], metavar="NAME", help="other systems in the same run:"
-                                                              " transformers, transformers-lookup, "
-        "llama.cpp[:FILE], vllm[:DRAFTER]")  # fmt: skip
+    add, number, switch = adding(parser.add_argument_group("measurement"))
+    number("--repeats", default=3, help="timed passes of every side (default %(default)s)")
+    number("--warmup", default=1, help="untimed passes before them (default %(default)s)")
+    what = "ask every prompt once more, from the prefix cache, and print tau of that, too"
+    switch("--behind-hits", help=what)
+    peers = "transformers, transformers-lookup, llama.cpp[:FILE], vllm[:DRAFTER]"
+    what = f"other systems in the same run: {peers}"
+    add("--peer", nargs="+", default=[], metavar="NAME", help=what)
 
-    add = parser.add_argument_group(
+    group = parser.add_argument_group(
         "a shape without weights",
         "Times prefill and steps of a model with random weights, on prompts of random tokens;"
         " --max-tokens is the number of timed steps. No prompt set, drafter or sampling takes part."
         " --weights fp8 or int4 quantizes.",
-    ).add_argument
+    )
+    add, number, _ = adding(group)
     add(
         "--dummy-weights",
         metavar="CONFIG",
         help="a config.json, a folder with one, or a shape that comes with the package: "
         + ", ".join(shapes.names()),
     )
-    add("--prompt-tokens", nargs="+", type=whole_number, default=[1024], metavar="N",
-        help="lengths of the prompts; all but the first are measured with one request"
-        " (default 1024)")  # fmt: skip
-    add("--verify-rows", nargs="+", type=whole_number, default=[8], metavar="N",
-        help="rows per request of a step that verifies a chain of N - 1 drafts, made without cost;"
-        " 1 leaves it out (default 8); --tree adds trees")  # fmt: skip
-
+    what = "lengths of the prompts; all but the first are measured with one request (default 1024)"
+    number("--prompt-tokens", nargs="+", default=[1024], help=what)
+    what = "rows per request of a step that verifies a chain of N - 1 drafts, made without cost;"
+    what = f"{what} 1 leaves it out (default 8); --tree adds trees"
+    number("--verify-rows", nargs="+", default=[8], help=what)
     add(
         "--synthetic-acceptance",
         nargs="+",
@@ -165,13 +129,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " make L tokens per step; several numbers are the rates at which the first 1, 2, ... drafts"
         " are accepted. --drafter names its config.json, -k the number of drafts",
     )
-    add(
-        "--synthetic-spread",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="requests have means evenly spread from L - S to L + S (default 0: all have L)",
-    )
+    what = "requests have means evenly spread from L - S to L + S (default 0: all have L)"
+    add("--synthetic-spread", type=float, default=0.0, metavar="S", help=what)
     add(
         "--divide-drafter",
         action=argparse.BooleanOptionalAction,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specdec.base.registry import drafter_name
 from specdec.base.writing import check_writable
-from specdec.cli.fields import whole_number
+from specdec.cli.fields import adding
 from specdec.cli.options import engine_config, engine_options, load_decoder, model_options
 from specdec.cli.summary import describe_drafts
 
@@ -29,33 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine_options(
         parser,
         (
-            "num_draft_tokens",
-            "tree_nodes",
-            "verify_budget",
-            "max_num_seqs",
-            "max_model_len",
-            "max_prefill_tokens",
-            "graphs",
-            "memory_bytes",
+            *("num_draft_tokens", "tree_nodes", "verify_budget", "max_num_seqs"),
+            *("max_model_len", "max_prefill_tokens", "graphs", "memory_bytes"),
         ),
         defaults={"max_num_seqs": 1},
         old={"max_num_seqs": "--concurrency"},
     )
-    add = parser.add_argument_group("measurement").add_argument
-    add(
-        "--context",
-        type=whole_number,
-        default=256,
-        metavar="N",
-        help="tokens of every prompt (default %(default)s)",
-    )
-    add(
-        "--steps",
-        type=whole_number,
-        default=20,
-        metavar="N",
-        help="steps measured (default %(default)s)",
-    )
+    add, number, _ = adding(parser.add_argument_group("measurement"))
+    number("--context", default=256, help="tokens of every prompt (default %(default)s)")
+    number("--steps", default=20, help="steps measured (default %(default)s)")
     add("--trace", metavar="FILE", help="write the trace as JSON")
 
 

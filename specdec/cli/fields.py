@@ -8,9 +8,10 @@ the class.
 import argparse
 import inspect
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from decimal import Decimal
+from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -18,6 +19,7 @@ from specdec.base.errors import InvalidInputError, shown
 from specdec.base.validation import is_number
 
 Group = argparse.ArgumentParser | argparse._ArgumentGroup
+Add = Callable[..., argparse.Action]
 
 _FLAGS = {
     "num_draft_tokens": ("-k", "--num-draft-tokens"),
@@ -171,6 +173,12 @@ def add_options(
             group.add_argument(
                 old[field.name], help=argparse.SUPPRESS, **{**options, "default": argparse.SUPPRESS}
             )
+
+
+def adding(group: argparse._ActionsContainer) -> tuple[Add, Add, Add]:
+    """What adds to a group an option of any kind, one that takes a whole number, and a switch."""
+    add = group.add_argument
+    return add, partial(add, type=whole_number, metavar="N"), partial(add, action="store_true")
 
 
 def from_options(

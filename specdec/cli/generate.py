@@ -6,13 +6,14 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import require_ours
 from specdec.base.registry import PARTS, resolve
 from specdec.base.writing import check_writable
 from specdec.cli.answers import ClusterAnswers, LocalAnswers
-from specdec.cli.fields import whole_number
+from specdec.cli.fields import adding
 from specdec.cli.options import (
     cluster_config,
     engine_config,
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [PROMPT ...] [--file FILE] [options]"
     parser.epilog = _EXAMPLES
 
-    add = parser.add_argument_group("prompts").add_argument
+    add, _, switch = adding(parser.add_argument_group("prompts"))
     add("prompts", nargs="*", metavar="PROMPT", help="text to answer; - reads standard input")
     add(
         "--file",
@@ -49,57 +50,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " how it is decoded, or is a request of OpenAI's batch files",
     )
     add("--system", metavar="TEXT", help="system message before every prompt")
-    add(
-        "--raw",
-        action="store_true",
-        help="continue the prompts as they are, without the chat template",
-    )
-
-    add(
-        "--prediction",
-        metavar="FILE",
-        help="text that the output will be like, such as a file to be edited; drafts are copied"
-        " from it",
-    )
+    switch("--raw", help="continue the prompts as they are, without the chat template")
+    what = "text that the output will be like, such as a file to be edited"
+    add("--prediction", metavar="FILE", help=f"{what}; drafts are copied from it")
 
     model_options(parser)
     engine_options(parser)
     sampling_options(parser)
-    for option, k in (
-        ("--adaptive", "auto"),
-        ("--no-adaptive", None),
-    ):  # names of an earlier version
-        parser.add_argument(
-            option,
-            dest="num_draft_tokens",
-            action="store_const",
-            const=k,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
+    old: Any = {"dest": "num_draft_tokens", "action": "store_const"}  # of an earlier version
+    old |= {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--adaptive", const="auto", **old)
+    parser.add_argument("--no-adaptive", const=None, **old)
 
     ray_options(parser)
 
-    add = parser.add_argument_group("output").add_argument
-    add(
-        "--out",
-        metavar="FILE",
-        help="keep every finished answer there; the same command after a kill goes on with what is"
-        " left",
-    )
-    add("--stream", action="store_true", help="show the text while it is decoded")
-    add("--json", action="store_true", help="print one JSON object per prompt")
-    add(
-        "--compare",
-        action="store_true",
-        help="measure the speed with and without drafts, and compare the outputs",
-    )
-    add(
-        "--repeats",
-        type=whole_number,
-        metavar="N",
-        help="timed runs of each side for --compare (default 1)",
-    )
+    add, number, switch = adding(parser.add_argument_group("output"))
+    what = "keep every finished answer there; the same command after a kill goes on with"
+    add("--out", metavar="FILE", help=f"{what} what is left")
+    switch("--stream", help="show the text while it is decoded")
+    switch("--json", help="print one JSON object per prompt")
+    switch("--compare", help="measure the speed with and without drafts, and compare the outputs")
+    number("--repeats", help="timed runs of each side for --compare (default 1)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import foreign_packages, overwritten_packages
 from specdec.base.version import __version__
-from specdec.cli.fields import whole_number
+from specdec.cli.fields import adding
 from specdec.cli.options import revision_option
 
 if TYPE_CHECKING:
@@ -58,34 +58,21 @@ DeepSeek-V3.2.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options]"
-    parser.add_argument(
-        "--run",
-        action="store_true",
-        help="run every kind of kernel once at tiny size; print its error and time",
-    )
+    what = "run every kind of kernel once at tiny size; print its error and time"
+    parser.add_argument("--run", action="store_true", help=what)
     group = parser.add_argument_group(
         "would a checkpoint run, and how much memory does it take? Reads its config files only"
     )
     add = group.add_argument
-    add(
-        "--model", metavar="NAME", help="the target: embedded, a folder, a GGUF file, or a hub name"
-    )
+    what = "the target: embedded, a folder, a GGUF file, or a hub name"
+    add("--model", metavar="NAME", help=what)
     revision_option(group)
-    add(
-        "--drafter",
-        default="auto",
-        metavar="NAME",
-        help="its drafter: auto (default), none, ngram, a folder, or a hub name",
-    )
-    add(
-        "--gpu-memory",
-        type=float,
-        metavar="GB",
-        help="memory of one GPU (default: what this device has)",
-    )
-    add = parser.add_argument_group(
-        "which attention backends would serve a model of this shape"
-    ).add_argument
+    what = "its drafter: auto (default), none, ngram, a folder, or a hub name"
+    add("--drafter", default="auto", metavar="NAME", help=what)
+    what = "memory of one GPU (default: what this device has)"
+    add("--gpu-memory", type=float, metavar="GB", help=what)
+    group = parser.add_argument_group("which attention backends would serve a model of this shape")
+    add, number, switch = adding(group)
     for option, other in (
         ("--device", "cpu, cuda or cuda:N"),
         ("--dtype", "float32, bfloat16 or float16"),
@@ -99,20 +86,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--head-dim", "size of a head (default 128)"),
         ("--window", "some layers have a sliding window of N tokens"),
     ):
-        add(option, type=whole_number, metavar="N", help=what)
-    add("--sinks", action="store_true", default=None, help="layers carry attention sinks")
-    add = parser.add_argument_group(
-        "the same for latent attention; any of these options asks about that"
-    ).add_argument
-    add("--mla", action="store_true", help="latent attention (DeepSeek, GLM)")
+        number(option, help=what)
+    switch("--sinks", default=None, help="layers carry attention sinks")
+    about = "the same for latent attention; any of these options asks about that"
+    _, number, switch = adding(parser.add_argument_group(about))
+    switch("--mla", help="latent attention (DeepSeek, GLM)")
     for name, default in list(_LATENT.items())[1:]:  # the heads are everybody's
-        what = f"size in the model's config.json (default {default})"
-        add(_option(name), type=whole_number, metavar="N", help=what)
+        number(_option(name), help=f"size in the model's config.json (default {default})")
     what = "an indexer selects what a row attends to (DeepSeek-V3.2, GLM-MoE-DSA)"
-    add("--indexer", action="store_true", help=what)
+    switch("--indexer", help=what)
     for name, default in _INDEXER.items():
         what = f"the indexer's, as in the model's config.json (default {default})"
-        add(_option(name), type=whole_number, metavar="N", help=what)
+        number(_option(name), help=what)
 
 
 def run(args: argparse.Namespace) -> int:
