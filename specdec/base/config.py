@@ -6,7 +6,7 @@ from typing import Literal
 from specdec.base.blocks import MAX_NODES
 from specdec.base.chat.messages import template_text, variables_text
 from specdec.base.errors import shown
-from specdec.base.validation import flags, integers, is_number, require
+from specdec.base.validation import choices, flags, integers, is_number, ranges, require
 
 DraftSampling = Literal["coupled", "greedy", "probabilistic"]
 CacheDtype = Literal["auto", "fp8"]
@@ -72,24 +72,15 @@ class LoadConfig:
             require(right, f"{name} is {shown(value)}; it must be a string")
             object.__setattr__(self, name, str(value).removeprefix("torch."))
         integers(self, "block_size", "tensor_parallel")
-        right = self.tensor_parallel is None or 1 <= self.tensor_parallel <= MAX_RANKS
-        limits = f"at least 1 and at most {MAX_RANKS}"
-        require(right, f"tensor_parallel is {self.tensor_parallel}; it must be {limits}")
-        require(
-            1 <= self.block_size <= MAX_BLOCK,
-            f"block_size is {self.block_size}; it must be at least 1 token and at most"
-            f" {MAX_BLOCK:,}",
+        ranks = f"it must be at least 1 and at most {MAX_RANKS}"
+        size = f"it must be at least 1 token and at most {MAX_BLOCK:,}"
+        ranges(
+            self,
+            ("tensor_parallel", lambda count: 1 <= count <= MAX_RANKS, ranks),
+            ("block_size", lambda count: 1 <= count <= MAX_BLOCK, size),
         )
-        known = self.kv_dtype in ("auto", "fp8")
-        require(known, f"kv_dtype is {shown(self.kv_dtype)}; choose 'auto' or 'fp8'")
-        right = self.prefill_dtype in ("auto", "model")
-        require(right, f"prefill_dtype is {shown(self.prefill_dtype)}; choose 'auto' or 'model'")
-        right = self.generation_config in ("model", "none")
-        require(
-            right, f"generation_config is {shown(self.generation_config)}; choose 'model' or 'none'"
-        )
-        right = self.weights in ("as-stored", "bfloat16")
-        require(right, f"weights is {shown(self.weights)}; choose 'as-stored' or 'bfloat16'")
+        choices(self, kv_dtype=CacheDtype, prefill_dtype=PrefillDtype)
+        choices(self, generation_config=GenerationSource, weights=WeightForm)
         right = self.weights == "as-stored" or self.dtype in ("auto", "bfloat16")
         require(
             right,
@@ -117,10 +108,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         integers(self, "memory_bytes")
         flags(self, "prefix_caching")
-        require(
-            self.memory_bytes is None or self.memory_bytes > 0,
-            f"memory_bytes is {self.memory_bytes}; it must be a positive number of bytes",
-        )
+        says = "it must be a positive number of bytes"
+        ranges(self, ("memory_bytes", lambda size: size > 0, says))
 
 
 MAX_SEQS = 2**16
@@ -186,15 +175,8 @@ class EngineConfig:
     verify_budget: float | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        integers(
-            self,
-            "max_num_seqs",
-            "max_model_len",
-            "max_prefill_tokens",
-            "pipeline_depth",
-            "seed",
-            "tree_nodes",
-        )
+        integers(self, "max_num_seqs", "max_model_len", "max_prefill_tokens")
+        integers(self, "pipeline_depth", "seed", "tree_nodes")
         flags(self, "graphs", "timing")
         if self.num_draft_tokens is not None and not isinstance(self.num_draft_tokens, str):
             integers(self, "num_draft_tokens")
@@ -202,32 +184,25 @@ class EngineConfig:
             isinstance(self.cache, CacheConfig),
             f"cache is a {type(self.cache).__name__}; it must be a CacheConfig",
         )
-        require(
-            1 <= self.max_num_seqs <= MAX_SEQS,
-            f"max_num_seqs is {self.max_num_seqs}; it must be at least 1 and at most {MAX_SEQS:,}",
+        seqs = f"it must be at least 1 and at most {MAX_SEQS:,}"
+        least, most = "a prompt and an output token need at least 2", MAX_TOKENS
+        many = f"it must be at most {most:,}"
+        ranges(
+            self,
+            ("max_num_seqs", lambda count: 1 <= count <= MAX_SEQS, seqs),
+            ("max_model_len", lambda count: count >= 2, least),
+            ("max_prefill_tokens", lambda count: count >= 1, "it must be at least 1"),
+            ("max_model_len", lambda count: count <= most, many),
+            ("max_prefill_tokens", lambda count: count <= most, many),
         )
-        require(
-            self.max_model_len is None or self.max_model_len >= 2,
-            f"max_model_len is {self.max_model_len}; a prompt and an output token need at least 2",
-        )
-        require(
-            self.max_prefill_tokens is None or self.max_prefill_tokens >= 1,
-            f"max_prefill_tokens is {self.max_prefill_tokens}; it must be at least 1",
-        )
-        for name in ("max_model_len", "max_prefill_tokens"):
-            count = getattr(self, name)
-            fits = count is None or count <= MAX_TOKENS
-            require(fits, f"{name} is {count}; it must be at most {MAX_TOKENS:,}")
         require(
             self.num_draft_tokens in ("auto", None)
             or (isinstance(self.num_draft_tokens, int) and self.num_draft_tokens >= 0),
             f"num_draft_tokens is {shown(self.num_draft_tokens)}; it must be 'auto', 0 (plain"
             f" decoding) or a positive count",
         )
-        require(
-            self.tree_nodes is None or 0 <= self.tree_nodes <= MAX_NODES,
-            f"tree_nodes is {self.tree_nodes}; it must be 0 (chains) to {MAX_NODES}, or left out",
-        )
+        says = f"it must be 0 (chains) to {MAX_NODES}, or left out"
+        ranges(self, ("tree_nodes", lambda nodes: 0 <= nodes <= MAX_NODES, says))
         require(
             not self.tree_nodes or self.num_draft_tokens in ("auto", None),
             f"tree_nodes is {self.tree_nodes} and num_draft_tokens {self.num_draft_tokens}; a block"
@@ -244,15 +219,8 @@ class EngineConfig:
             + ("chosen; say num_draft_tokens or tree_nodes" if chosen else "given; give a number")
             + ", or leave it out",
         )
-        require(
-            self.draft_sampling in ("coupled", "greedy", "probabilistic"),
-            f"draft_sampling is {shown(self.draft_sampling)}; choose 'coupled', 'greedy' or"
-            f" 'probabilistic'",
-        )
-        require(
-            self.pipeline_depth is None or self.pipeline_depth in (0, 1),
-            f"pipeline_depth is {self.pipeline_depth}; it must be 0 or 1",
-        )
+        choices(self, draft_sampling=DraftSampling)
+        ranges(self, ("pipeline_depth", lambda depth: depth in (0, 1), "it must be 0 or 1"))
 
     def plain(self) -> "EngineConfig":
         """This config without drafts."""

@@ -2,10 +2,10 @@
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from numbers import Real
-from typing import Any
+from typing import Any, get_args
 
 from specdec.base.errors import InvalidInputError, shown
 
@@ -79,6 +79,28 @@ def flags(config: Any, *names: str) -> None:
             continue
         if value is not None or type(config).__dataclass_fields__[name].default is not None:
             raise InvalidInputError(f"{name} is {shown(value)}; it must be True or False")
+
+
+def choices(config: Any, **literals: Any) -> None:
+    """Checks that fields hold words of these `Literal`s."""
+    for name, literal in literals.items():
+        value, known = getattr(config, name), get_args(literal)
+        if value not in known:
+            *words, last = map(repr, known)
+            way_out = f"choose {', '.join(words)} or {last}"
+            raise InvalidInputError(f"{name} is {shown(value)}; {way_out}")
+
+
+Range = tuple[str, Callable[[Any], bool], str]
+"""A field, whether a value is right, and what is said where it is not."""
+
+
+def ranges(config: Any, *rules: Range) -> None:
+    """Checks fields, those of None aside."""
+    for name, fits, says in rules:
+        value = getattr(config, name)
+        if value is not None and not fits(value):
+            raise InvalidInputError(f"{name} is {value}; {says}")
 
 
 def sequence(config: Any, name: str, noun: str) -> tuple[Any, ...]:

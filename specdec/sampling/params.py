@@ -10,12 +10,14 @@ from typing import Any
 
 from specdec.base.errors import InvalidInputError, shown
 from specdec.base.validation import (
+    Range,
     as_float,
     as_integer,
     entries,
     flags,
     integers,
     numbers,
+    ranges,
     require,
     sequence,
 )
@@ -32,6 +34,34 @@ MAX_STOP_CHARACTERS = 2048
 """Stop strings of a request, and their characters together: each new token is compared with all of
 them.
 """
+
+
+def _few(count: int) -> bool:
+    return 0 <= count < 2**31
+
+
+_FEW = "it must be 0 or a count below 2**31"
+_TOP = f"it must lie in [0, {MAX_TOP_LOGPROBS}]"
+_PENALTY = "it must lie in [-1e6, 1e6], where 0 is off"
+_SEED = "it must lie in [0, 2**63), or be left out for a random one"
+_HEAT = "it must be 0 (greedy) or a positive finite number"
+_REPEATED = "it must lie in [1e-30, 1e30], where 1 is off"
+_RANGES: tuple[Range, ...] = (
+    ("num_draft_tokens", _few, _FEW),
+    ("tree_nodes", _few, _FEW),
+    ("thinking_token_budget", lambda count: count >= 0, "it must be at least 0"),
+    ("top_logprobs", lambda count: 0 <= count <= MAX_TOP_LOGPROBS, _TOP),
+    ("prompt_logprobs", lambda count: 0 <= count <= MAX_TOP_LOGPROBS, _TOP),
+    ("presence_penalty", lambda penalty: abs(penalty) <= 1e6, _PENALTY),
+    ("frequency_penalty", lambda penalty: abs(penalty) <= 1e6, _PENALTY),
+    ("temperature", lambda number: math.isfinite(number) and number >= 0, _HEAT),
+    ("top_k", _few, "it must be 0 (off) or a count below 2**31"),
+    ("top_p", lambda share: 0 < share <= 1, "it must lie in (0, 1], where 1 is off"),
+    ("min_p", lambda share: 0 <= share < 1, "it must lie in [0, 1), where 0 is off"),
+    # what divides float32 logits without making them infinite
+    ("repetition_penalty", lambda penalty: 1e-30 <= penalty <= 1e30, _REPEATED),
+    ("seed", lambda seed: 0 <= seed < 2**63, _SEED),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +152,8 @@ class SamplingParams:
             self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens"
         )
         integers(self, "thinking_token_budget", "num_draft_tokens", "tree_nodes")
-        for name in ("num_draft_tokens", "tree_nodes"):
-            drafts = getattr(self, name)
-            require(
-                drafts is None or 0 <= drafts < 2**31,
-                f"{name} is {drafts}; it must be 0 or a count below 2**31",
-            )
-        numbers(
-            self,
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        )
+        numbers(self, "temperature", "top_p", "min_p")
+        numbers(self, "repetition_penalty", "presence_penalty", "frequency_penalty")
         flags(self, "ignore_eos", "logprobs", "read_prefix_cache", "skip_special_tokens")
         flags(self, "grammar_after_thinking", "store")
         if not isinstance(self.prediction, str):
@@ -144,11 +161,7 @@ class SamplingParams:
             tokens = tuple(as_integer("a token of prediction", token) for token in tokens)
             object.__setattr__(self, "prediction", tokens)
         object.__setattr__(self, "prediction", self.prediction or None)
-        budget = self.thinking_token_budget
-        require(
-            budget is None or budget >= 0,
-            f"thinking_token_budget is {budget}; it must be at least 0",
-        )
+        ranges(self, *_RANGES)
         salt = self.cache_salt
         if salt is not None and not (isinstance(salt, str) and salt):
             what = f"cache_salt is {shown(salt)}"
@@ -183,53 +196,17 @@ class SamplingParams:
             self.max_tokens >= least,
             f"max_tokens is {self.max_tokens}; it must be at least {least}",
         )
-        for name in ("top_logprobs", "prompt_logprobs"):
-            count = getattr(self, name) or 0
-            require(
-                0 <= count <= MAX_TOP_LOGPROBS,
-                f"{name} is {count}; it must lie in [0, {MAX_TOP_LOGPROBS}]",
-            )
         object.__setattr__(self, "logprobs", self.logprobs or self.top_logprobs > 0)
         require(
             self.min_tokens is None or 0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}; it must lie in [0, {self.max_tokens}], max_tokens"
             f" being the most",
         )
-        for name in ("presence_penalty", "frequency_penalty"):
-            penalty = getattr(self, name)
-            require(
-                abs(penalty) <= 1e6,
-                f"{name} is {penalty}; it must lie in [-1e6, 1e6], where 0 is off",
-            )
         named = len(self.logit_bias) + (len(self.stop_token_ids) if self.min_tokens else 0)
         require(
             named <= MAX_EDITS,
             f"logit_bias, and stop_token_ids until min_tokens, name {named} tokens; they may name"
             f" {MAX_EDITS} together",
-        )
-        require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature is {self.temperature}; it must be 0 (greedy) or a positive finite number",
-        )
-        require(
-            0 <= self.top_k < 2**31,
-            f"top_k is {self.top_k}; it must be 0 (off) or a count below 2**31",
-        )
-        require(
-            0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1], where 1 is off"
-        )
-        require(
-            0 <= self.min_p < 1, f"min_p is {self.min_p}; it must lie in [0, 1), where 0 is off"
-        )
-        require(
-            # What divides float32 logits without making them infinite.
-            self.repetition_penalty is None or 1e-30 <= self.repetition_penalty <= 1e30,
-            f"repetition_penalty is {self.repetition_penalty}; it must lie in [1e-30, 1e30], where"
-            f" 1 is off",
-        )
-        require(
-            self.seed is None or 0 <= self.seed < 2**63,
-            f"seed is {self.seed}; it must lie in [0, 2**63), or be left out for a random one",
         )
         if not isinstance(self.grammar, Grammar | None):
             what = f"grammar is {shown(self.grammar)}"
@@ -237,7 +214,9 @@ class SamplingParams:
             raise InvalidInputError(f"{what}; make one with {ways}")
         ends = "ignore_eos" if self.ignore_eos else "min_tokens" if self.min_tokens else ""
         require(
-            self.grammar is None or budget is None or self.grammar_after_thinking is not False,
+            self.grammar is None
+            or self.thinking_token_budget is None
+            or self.grammar_after_thinking is not False,
             "grammar_after_thinking is false with a thinking_token_budget; a grammar for the"
             " thinking says itself where that ends, so leave out one of the two",
         )
