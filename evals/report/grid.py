@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,31 +25,6 @@ class Grid:
     def lines(self) -> list[str]:
         """Lines for a terminal."""
         return [f"{self.title}:", *align([self.head, *self.rows], left=self.left), *self.notes]
-
-    def html(self) -> str:
-        """Table of a page; a wide one scrolls by itself.
-
-        >>> Grid("tau", ("task", "tau"), [("a < b", "1.50")]).html().count("&lt;")
-        1
-        """
-
-        def row(cells: Sequence[str], tag: str) -> str:
-            kinds = ["left" if i in self.left else "right" for i in range(len(cells))]
-            texts = zip(kinds, map(escape, cells), strict=True)
-            return "<tr>" + "".join(f'<{tag} class="{k}">{t}</{tag}>' for k, t in texts) + "</tr>"
-
-        head = row(self.head, "th").replace("<th ", '<th scope="col" ')
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return "\n".join(
-            [
-                f'<div class="grid" tabindex="0" role="region" aria-label="{escape(self.title)}">',
-                f"<table><caption>{escape(self.title)}</caption>",
-                f"<thead>{head}</thead>",
-                "<tbody>",
-                *(row(cells, "td") for cells in self.rows),
-                f"</tbody></table></div>{notes}",
-            ]
-        )
 
 
 def align(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:

@@ -52,16 +52,6 @@ MARKERS = "os^DvPX*"
 _NAMES = list(COLORS)
 
 
-def style() -> str:
-    """The colors as properties that the rest of a page names."""
-
-    def block(which: int) -> str:
-        return " ".join(f"--{name}: {pair[which]};" for name, pair in COLORS.items())
-
-    dark = f"@media (prefers-color-scheme: dark) {{\n  :root {{ {block(1)} }}\n}}"
-    return f":root {{ color-scheme: light dark; {block(0)} }}\n{dark}\n"
-
-
 def drawn(name: str) -> str:
     """What stands for a color while matplotlib draws, which knows none that change.
 

@@ -9,32 +9,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-_FONT = 13
-_ADVANCE = 0.62 * _FONT  # of a character of a monospaced font, rounded up
+FONT = 13
+"""Size of its texts, in pixels."""
+
+_ADVANCE = 0.62 * FONT  # of a character of a monospaced font, rounded up
 # of a box: around its text, to the next one, its height, to the one below
 _PAD, _GAP, _HEIGHT, _LINE = 5, 22, 22, 28
 _LONGEST = 14  # characters of a token that are shown
-
-STYLE = f"""
-.tree {{ overflow-x: auto; }}
-.tree svg {{ width: auto; max-width: none; }}
-.tree text {{ font: {_FONT}px ui-monospace, monospace; fill: var(--ink); }}
-.tree tspan {{ fill: var(--note); font-size: 11px; }}
-.tree rect {{ fill: var(--page); stroke: var(--soft); }}
-.tree path {{ fill: none; stroke: var(--rule); }}
-.tree .left-behind text {{ fill: var(--soft); }}
-.tree .anchor rect {{ fill: var(--card); stroke: var(--soft); }}
-.tree .accepted rect {{ fill: var(--good-fill); stroke: var(--good); }}
-.tree .own rect {{ fill: var(--own-fill); stroke: var(--own); }}
-mark {{ color: inherit; }}
-mark.accepted {{ background: var(--good-fill); }}
-mark.own {{ background: var(--own-fill); }}
-.tree path.accepted {{ stroke: var(--good); stroke-width: 2.5; }}
-.tree path.own {{ stroke: var(--own); stroke-width: 2.5; }}
-"""
-"""For the page: its drawings scroll in an element of class "tree", since trees are as wide as they
-are deep.
-"""
 
 
 @dataclass(slots=True)
