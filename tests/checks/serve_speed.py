@@ -6,11 +6,11 @@
 The first prints, for so many clients at once, greedy and at temperature 1, what `specdec serve`
 gives six processes of clients that read streamed chats, beside what an engine of the same options
 gives the same prompts in a process without a server, in turn; and what other servers give that
-`--peer HOST:PORT ...` names. `--seconds` bounds how long it measures a row. The second has an engine
-that writes five tokens per step and computes nothing, and prints the processor's microseconds that
-each process of the server takes for an event, a token and a request. Clients speak HTTP by
-themselves, so they need no package. What follows -- are options of `specdec serve`; those of model
-and engine hold for both sides.
+`--peer HOST:PORT ...` names. `--seconds` bounds how long it measures a row. The second has an
+engine that writes five tokens per step and computes nothing, and prints the processor's
+microseconds that each process of the server takes for an event, a token and a request. Clients
+speak HTTP by themselves, so they need no package. What follows -- are options of `specdec serve`;
+those of model and engine hold for both sides.
 """
 
 from __future__ import annotations
