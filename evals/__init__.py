@@ -1,3 +1,1 @@
-"""Measurements: how fast, how often drafts are accepted, and whether the output is the target's
-own.
-"""
+"""Measurements: how fast, how often drafts are accepted, and whether output is the target's own."""

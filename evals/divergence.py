@@ -50,9 +50,7 @@ def explain_divergence(
     plain: Sequence[int],
     speculative: Sequence[int],
 ) -> Divergence:
-    """What the target made of the tokens before `position`, where the two outputs of prompt number
-    `index` part.
-    """
+    """What the target made of the tokens before `position`, where the two outputs part."""
     logits = decoder.next_token_logits([*prompt, *plain[:position]])
     largest, second = logits.topk(2).values.tolist()
     _, exponent = math.frexp(largest)

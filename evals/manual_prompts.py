@@ -32,9 +32,7 @@ _EDITED_LENGTHS = range(400, 1400)  # characters of a function
 
 
 def _paragraphs() -> list[str]:
-    """Paragraphs of prose, in the order of the manual's topics; examples, tables and lists are left
-    out.
-    """
+    """Paragraphs of prose, in the order of the manual's topics; no examples, tables or lists."""
     parts = (
         " ".join(part.split())
         for text in topics.values()

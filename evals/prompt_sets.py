@@ -1,6 +1,4 @@
-"""Prompt sets for measurements: public ones by hub name or local file, and some that come with the
-package or with Python.
-"""
+"""Prompt sets: public ones by hub name or file, and some of the package's or Python's own."""
 
 import hashlib
 import json
@@ -241,9 +239,7 @@ def parse_data(pairs: Sequence[str], names: Sequence[str], option: str) -> dict[
 
 
 def read_bundled() -> dict[str, list[Row]]:
-    """The problems that come with the package: `problems` to ask, and worked `examples` for
-    few-shot prompts.
-    """
+    """The package's own problems: `problems` to ask, and worked `examples` for few-shot prompts."""
     content: dict[str, list[Row]] = json.loads(BUNDLED_FILE.read_text(encoding="utf-8"))
     return content
 

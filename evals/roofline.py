@@ -21,9 +21,7 @@ MEASURED_BYTES = {"cpu": 2**28, "cuda": 2**31}
 
 
 def measured_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
-    """Bytes per second that the device reads, the best of a sum and a copy, which moves every byte
-    twice, over a few repeats.
-    """
+    """Bytes per second that the device moves, the best of a few sums and copies."""
     source = torch.ones(MEASURED_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     jobs = ((source.sum, source.nbytes), (lambda: target.copy_(source), 2 * source.nbytes))

@@ -18,9 +18,7 @@ from specdec.session.handle import Handle
 from specdec.session.session import Session
 
 OnStep = Callable[[list[Request]], None]
-"""Called after every step with all requests of the current turn; its time is part of the
-measurement.
-"""
+"""Called after every step with all requests of the turn; its time is part of the measurement."""
 
 OnTurn = Callable[[int, int], OnStep]
 """Called before every turn with its number, from 0, and how many conversations have it."""
@@ -66,9 +64,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of a set: `answers`, turn by turn in the order of the items, and the seconds of
-    decoding, prefill included.
-    """
+    """One pass of a set: answers, turn by turn, and the seconds of decoding, prefill included."""
 
     answers: list[Answer]
     seconds: float
@@ -135,9 +131,7 @@ def run_set(
 def max_total_tokens(
     decoder: SpecDecoder, prompts: PromptSet, max_tokens: int, *, raw: bool = False
 ) -> int:
-    """Upper bound of prompt and output together, over all items and turns, so that a cache need not
-    be made for more.
-    """
+    """Most tokens of prompt and output together, over all items and turns, to size a cache by."""
     longest = 0
     for item in prompts.items:
         turns = item.turns[:1] if raw else item.turns
@@ -161,9 +155,7 @@ def _decode(
     samplings: Sequence[SamplingParams],
     on_step: OnStep | None,
 ) -> list[Decoded]:
-    """Queues everything at once and steps until all of it is done; whatever ends this early leaves
-    the engine empty.
-    """
+    """Queues everything and steps until it is done; whatever ends this early empties the engine."""
     handles: list[Handle] = []
     try:
         for prompt, sampling in zip(inputs, samplings, strict=True):

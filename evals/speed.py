@@ -1,6 +1,4 @@
-"""The one definition of every speed that is printed: tokens and seconds of repeated runs, and where
-their time went.
-"""
+"""The one definition of every printed speed: tokens and seconds of runs, and where time went."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

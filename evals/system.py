@@ -1,6 +1,4 @@
-"""What answers the prompts of an evaluation: an engine in this process, or the engines of a
-cluster.
-"""
+"""What answers the prompts of an evaluation: an engine here, or the engines of a cluster."""
 
 from __future__ import annotations
 

@@ -7,9 +7,7 @@ from evals.prompt_sets import BUNDLED, BUNDLED_FILE, read_bundled
 
 
 def bundled_task(folder: Path) -> dict[str, Any]:
-    """The bundled problems as a task: worked examples before the question, and the filters of
-    GSM8K's task.
-    """
+    """The bundled problems as a task: examples before the question, and GSM8K's filters."""
     return {
         "task": BUNDLED,
         "dataset_path": "json",

@@ -1,6 +1,4 @@
-"""`specdec eval`: tasks of lm-eval, plain and speculative,
-with their agreement sample by sample.
-"""
+"""`specdec eval`: tasks of lm-eval, plain and speculative, and how their samples agree."""
 
 from __future__ import annotations
 
@@ -144,9 +142,7 @@ def _results(lm: Any, tasks: Tasks, config: EvalConfig, side: str) -> dict[str, 
 
 
 def _journal_settings(side: System, drafter: str, provenance: dict[str, Any]) -> dict[str, Any]:
-    """What an answer depends on beside its prompt and sampling; the version of torch decides how
-    sums are rounded.
-    """
+    """What an answer depends on beside prompt and sampling; torch's version decides rounding."""
     target = provenance["target"]
     return {
         "target": [target["name"], *target["sha256"].values()],
@@ -223,9 +219,7 @@ def _metrics(results: Mapping[str, Any], task: str) -> dict[str, dict[str, Any]]
 
 
 def _differences(system: System, pairs: list[tuple[Sample, Sample]]) -> list[dict[str, Any]]:
-    """Where two answers to one prompt part; margins only for greedy ones, where a tie is what
-    should explain it.
-    """
+    """Where two answers to one prompt part; margins of greedy ones, where ties explain it."""
     found: list[dict[str, Any]] = []
     partings = []
     for index, (plain, other) in enumerate(pairs):

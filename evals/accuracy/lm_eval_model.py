@@ -143,9 +143,7 @@ class SpecdecLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: the beginning-of-sequence id, else the
-        end-of-sequence id.
-        """
+        """What stands before a text without context: the beginning's id, else the end's."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -157,9 +155,7 @@ class SpecdecLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; without an order, the tokenizer decides on special tokens unless the text
-        begins with one already.
-        """
+        """Token ids; unless told, with special tokens where the text begins with none."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(
                 self.tokenizer.decode([self.prefix_token_id])
@@ -178,9 +174,7 @@ class SpecdecLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A chat as one text; without `add_generation_prompt` its last message stays open, to be
-        continued.
-        """
+        """A chat as one text; without `add_generation_prompt` its last message goes on."""
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": not add_generation_prompt,
@@ -193,9 +187,7 @@ class SpecdecLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Log-probability and greediness of each continuation after its context, cut from the left
-        where it is too long.
-        """
+        """Log-probability and greediness of each continuation; long contexts are cut."""
         if self.decoder is None:
             raise InvalidInputError(
                 "given texts are scored by one engine, not by a cluster; leave out --ray"
@@ -223,9 +215,7 @@ class SpecdecLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of whole texts, in windows of `max_length` that do not overlap in what
-        they score.
-        """
+        """Log-probability of whole texts, in windows of `max_length` that score apart."""
         results = []
         for (text,) in [request.args for request in requests]:
             windows = get_rolling_token_windows(
@@ -242,9 +232,7 @@ class SpecdecLM(TemplateLM):
         return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers up to a stop string; all requests are queued at once, whatever their arguments,
-        and batched continuously.
-        """
+        """Answers up to a stop string; all requests are queued at once and batched continuously."""
         samplings = [
             self._sampling(request.args[1], self._seed + index)
             for index, request in enumerate(requests)
@@ -286,9 +274,7 @@ class SpecdecLM(TemplateLM):
         return texts
 
     def _answer(self, arguments: Mapping[str, Any], sample: Sample) -> str:
-        """What a sample says behind its thinking, up to a stop string; all of it where thinking is
-        not looked for.
-        """
+        """What a sample says behind its thinking, up to a stop string; all without thinking."""
         if self._think_end is None:
             return sample.text
         text, tokens = sample.text, sample.token_ids
@@ -303,9 +289,7 @@ class SpecdecLM(TemplateLM):
         return min((text.partition(stop)[0] for stop in stops if stop), key=len, default=text)
 
     def _prompt(self, context: str, sampling: SamplingParams) -> list[int]:
-        """Token ids of a prompt; one that leaves no room for the answer loses its beginning, as
-        with lm-eval's own models.
-        """
+        """Token ids of a prompt, cut from the left to leave room, as lm-eval's own models do."""
         room = self.max_length - sampling.max_tokens
         if room < 1:
             raise InvalidInputError(

@@ -1,6 +1,4 @@
-"""One generated answer of an evaluation: what it is known by, and how the journal of a run keeps
-it.
-"""
+"""One generated answer of an evaluation: what it is known by, and how the journal keeps it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tasks of lm-eval for `specdec eval`: found by name, fed from local files where asked, checked
-before anything is loaded.
-"""
+"""Tasks of lm-eval for `specdec eval`: found by name, fed from local files, checked beforehand."""
 
 from __future__ import annotations
 

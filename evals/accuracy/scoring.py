@@ -1,6 +1,4 @@
-"""Log-probabilities of given tokens under the target,
-in packed forwards with a cache of their own.
-"""
+"""Log-probabilities of given tokens under the target, in packed forwards with their own cache."""
 
 from __future__ import annotations
 
@@ -18,15 +16,11 @@ from specdec.parallel.plain import on_ranks
 from specdec.session.decoder import SpecDecoder
 
 MAX_ROWS = 1024
-"""Rows per forward: enough to keep a device busy, few enough that their logits over a large
-vocabulary fit its memory.
-"""
+"""Rows per forward: they keep a device busy, and their logits fit its memory."""
 
 
 class Scored(NamedTuple):
-    """Sum of the log-probabilities of the scored tokens,
-    and whether each was the most likely one.
-    """
+    """Sum of the log-probabilities of the scored tokens, and whether each was the likeliest."""
 
     log_probability: float
     is_greedy: bool
@@ -62,9 +56,7 @@ def score(decoder: SpecDecoder, sequences: Sequence[tuple[Sequence[int], int]]) 
 @on_ranks
 @torch.inference_mode()
 def _score_batch(verifier: Verifier, batch: list[tuple[Sequence[int], int]]) -> list[Scored]:
-    """One forward when the batch has at most `MAX_ROWS` rows; a longer sequence stands alone and
-    takes several.
-    """
+    """One forward for at most `MAX_ROWS` rows; a longer sequence stands alone and takes several."""
     # The last token has nothing to predict.
     lengths = [len(token_ids) - 1 for token_ids, _ in batch]
     cache = ScratchCache(verifier, lengths)

@@ -1,3 +1,1 @@
-"""`specdec bench` and `specdec generate --compare`: speed and acceptance, beside plain decoding in
-the same run.
-"""
+"""`specdec bench` and `specdec generate --compare`: speed and acceptance beside plain decoding."""

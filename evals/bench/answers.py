@@ -124,9 +124,7 @@ def latency(passes: Sequence[Pass]) -> dict[str, Any] | None:
 
 
 def behind_hits(hits: Sequence[Answer], cold: Sequence[Answer]) -> dict[str, Any]:
-    """Answers to prompts that lay in the prefix cache, beside those to the same prompts that did
-    not.
-    """
+    """Answers to prompts in the prefix cache, beside those to the same prompts that were not."""
     stats = [one.stats for one in hits]
     pairs = zip(hits, cold, strict=True)
     return {

@@ -1,6 +1,4 @@
-"""`specdec bench`: acceptance and speed over prompt sets, every figure beside plain decoding
-measured in the same run.
-"""
+"""`specdec bench`: acceptance and speed over prompt sets, beside plain decoding in the same run."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ SPLIT_TOKENS = 64
 """Output tokens of each, at most."""
 
 Progress = Callable[[str, int], OnStep]
-"""Makes what follows one turn of a pass; called with what is running and the number of its
-conversations.
-"""
+"""Makes what follows a turn of a pass, from what is running and how many conversations it has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -262,9 +258,7 @@ def _ask(
     samplings: Sequence[SamplingParams],
     on_step: OnStep | None,
 ) -> list[Decoded]:
-    """A peer in the place of an engine, told what the engine takes of the checkpoint's; it tells
-    nothing of its steps.
-    """
+    """A peer in an engine's place, told the checkpoint's defaults; it tells of no steps."""
     samplings = [
         defaults.fill(sampling, len(prompt))
         for prompt, sampling in zip(prompts, samplings, strict=True)

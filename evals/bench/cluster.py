@@ -35,9 +35,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Plan(NamedTuple):
-    """What one of the machines finds out for all: whether the sweep can be run, and what it is run
-    with.
-    """
+    """What one machine finds out for all: whether the sweep can be run, and with what."""
 
     drafters: list[str]
     longest: list[int]

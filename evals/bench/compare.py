@@ -34,9 +34,7 @@ MIN_STEPS = 5
 """Steps below which a rate of acceptance is not shown."""
 
 Show = Callable[[str, Iterator[StreamChunk]], list[GenerationResult]]
-"""Shows one run, called with "plain" or "speculative" and the run's chunks, and returns its results
-in order.
-"""
+"""Shows one run, "plain" or "speculative", from its chunks, and returns its results in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +316,7 @@ def _offered(stats: AcceptanceStats) -> list[str]:
 
 
 def _rates(stats: AcceptanceStats) -> list[str]:
-    """Acceptance by position and the steps that it is taken from, where these are enough to say
-    anything.
-    """
+    """Acceptance by position and the steps it is taken from, where these are enough."""
     shown = [steps for steps in stats.num_offered if steps >= MIN_STEPS]
     title = "  drafts accepted, by position, and the steps that offered one there"
     lines = ["", title] if shown else []
@@ -350,9 +346,7 @@ def _ranks(stats: AcceptanceStats) -> list[str]:
 
 
 def _bar(fraction: float) -> str:
-    """A bar of `fraction` of the full width, in eighths of a character where the terminal
-    has them.
-    """
+    """A bar of `fraction` of the full width, in eighths of a character if the terminal has them."""
     if "utf" not in (sys.stdout.encoding or "").lower():
         return ("#" * round(fraction * BAR_WIDTH)).ljust(BAR_WIDTH)
     full, eighths = divmod(round(fraction * BAR_WIDTH * 8), 8)

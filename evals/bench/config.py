@@ -12,17 +12,13 @@ from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingParams
 
 DraftCount = int | Literal["auto"] | None
-"""k of a side: a number, the drafter's own (None), or the one that is measured to be fastest, step
-by step.
-"""
+"""k of a side: a number, the drafter's own (None), or chosen step by step as the fastest."""
 
 Budget = float | Literal["auto"]
 """See `EngineConfig.verify_budget`."""
 
 MAX_WARMUP = 10
-"""Untimed passes at most of a side that goes on capturing: where k is chosen step by step, one does
-not meet all that occurs.
-"""
+"""Untimed passes at most of a side that goes on capturing: one pass does not meet all shapes."""
 
 
 class SideKind(NamedTuple):

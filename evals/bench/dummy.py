@@ -1,6 +1,4 @@
-"""`specdec bench --dummy-weights`: how long prefill and steps of a shape take with random weights,
-beside vLLM at that shape.
-"""
+"""`specdec bench --dummy-weights`: times of a shape with random weights, beside vLLM's."""
 
 from __future__ import annotations
 
@@ -232,9 +230,7 @@ class DummyBench:
     def _sides(
         self, title: str, key: dict[str, int], own: Work, peer: Work | None
     ) -> tuple[list[float], list[float]]:
-        """Seconds of our passes and of the peer's, taken in turn, each turn with prompts of its own
-        that both are given.
-        """
+        """Seconds of our passes and the peer's, in turn; each turn has prompts of its own."""
         ours: list[float] = []
         theirs: list[float] = []
         for repeat in range(-self._config.warmup, self._config.repeats):
@@ -316,9 +312,7 @@ LOGITS = 4
 """Tensors as large as a step's logits that a captured step may have at once."""
 
 SPARE = 6 * 2**30
-"""Bytes of the accelerator for what our engine takes beside weights, cache and logits: prefill and
-captured steps.
-"""
+"""Bytes for what our engine takes beside weights, cache and logits: prefill and graphs."""
 
 
 def _row(

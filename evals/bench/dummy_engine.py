@@ -1,6 +1,4 @@
-"""The time that our engine takes for a prefill and for a step, apart from each other, at a shape
-whose output means nothing.
-"""
+"""Times of our engine's prefill and steps, apart, at a shape whose output means nothing."""
 
 from __future__ import annotations
 
@@ -190,9 +188,7 @@ class OwnSteps:
         return time.perf_counter() - started
 
     def steps(self, prompts: Sequence[list[int]], count: int) -> float:
-        """Seconds of `count` steps in which every prompt decodes, all of them prefilled before;
-        results come a step late.
-        """
+        """Seconds of `count` steps in which every prefilled prompt decodes."""
         requests = self._submit(prompts, self.engine.max_model_len - len(prompts[0]))
         while any(request.status is not Status.RUNNING for request in requests):
             self.engine.step()

@@ -1,6 +1,4 @@
-"""Where the config of a shape is: a file or folder of the user's, or a shape that comes with the
-package.
-"""
+"""Where a shape's config is: a file or folder of the user's, or one that comes with the package."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One way of decoding within a part of a sweep, what its passes gave, and the row that a report has
-of it.
-"""
+"""One way of decoding within a part of a sweep, its passes, and its row in a report."""
 
 from __future__ import annotations
 

@@ -46,9 +46,7 @@ PROMPT = 4
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One size: milliseconds of a step and of its parts, FLOP of a step on each device, bytes at
-    most, and the loss.
-    """
+    """One size: milliseconds of a step and its parts, FLOP of a device, bytes, the loss."""
 
     batch_size: int
     anchors: int

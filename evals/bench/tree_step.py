@@ -1,6 +1,4 @@
-"""The tree of one step, taken from a short run of one prompt, so that a report can show how drafts
-hang together.
-"""
+"""The tree of one step of a short run, so that a report can show how drafts hang together."""
 
 from __future__ import annotations
 

@@ -33,9 +33,7 @@ CONCURRENCY = 256
 """Conversations that vLLM is started for, so that one start serves a sweep."""
 
 _alive: WeakSet[VllmPeer] = WeakSet()
-"""At most one: two engines in a process tear each other's communication down, and a start is no
-part of a timed pass.
-"""
+"""At most one: two engines in a process disturb each other, and a start is in no timed pass."""
 
 
 def import_vllm(peer: str) -> Any:
@@ -101,9 +99,7 @@ class VllmPeer:
     def generate(
         self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int
     ) -> list[list[int]]:
-        """See `Peer.generate`. A new conversation begins as soon as one has ended, as in our
-        engine.
-        """
+        """See `Peer.generate`. A new conversation begins as soon as one has ended, as in ours."""
         only_greedy(self.name, samplings)
         if concurrency > self._most:
             self._start(max(concurrency, CONCURRENCY))
@@ -131,9 +127,7 @@ class VllmPeer:
         return [answers[place] for place in range(len(prompts))]
 
     def _draft_counts(self) -> tuple[float, float]:
-        """Steps with drafts of all requests so far, and drafts that were accepted in them; 0
-        without a drafter.
-        """
+        """Steps with drafts of all requests so far, and drafts accepted in them, or 0."""
         metrics = self._engine.get_metrics() if self._options else []
         counts = {metric.name: metric.value for metric in metrics if hasattr(metric, "value")}
         steps, accepted = (
@@ -159,9 +153,7 @@ class VllmPeer:
         )
 
     def _start(self, most: int) -> None:
-        """An engine for up to so many conversations; vLLM fixes the number when it starts, which
-        takes a minute or more.
-        """
+        """An engine for so many conversations; vLLM fixes that at its start, of a minute."""
         self._stop()
         verifier = self._verifier
         self._engine = self._library.LLM(
@@ -177,9 +169,7 @@ class VllmPeer:
         self._most = most
 
     def _stop(self) -> None:
-        """Frees the engine's memory, which dropping the reference does not do for one that runs in
-        this process.
-        """
+        """Frees the engine's memory, which dropping the reference does not do in this process."""
         if self._engine is not None:
             self._engine.llm_engine.engine_core.shutdown()
         self._engine, self._most = None, 0

@@ -1,6 +1,4 @@
-"""vLLM at a shape without weights: the time of a prefill and of a plain step, as
-`evals.bench.dummy_engine` takes our engine's.
-"""
+"""vLLM at a shape without weights: times of prefill and plain steps, as of our engine."""
 
 from __future__ import annotations
 
@@ -115,9 +113,7 @@ class VllmSteps:
         return self._times(prompts, 1)[0]
 
     def steps(self, prompts: Sequence[list[int]], count: int, warm: int) -> float:
-        """Seconds of `count` steps of the request that began last, behind `warm` of its steps; the
-        others decode as well.
-        """
+        """Seconds of `count` steps of the last request, behind `warm`; others decode too."""
         ends = self._times(prompts, 1 + warm + count)
         return ends[warm + count] - ends[warm]
 

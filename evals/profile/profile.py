@@ -121,9 +121,7 @@ def profile_steps(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """One pass: `num_captures` steps were captured as graphs while it was timed, which spoils every
-    figure.
-    """
+    """One pass; steps captured as graphs while it was timed (`num_captures`) spoil every figure."""
 
     context: int
     step_ms: list[float]
@@ -226,9 +224,7 @@ def _check_unfinished(requests: Sequence[Request]) -> None:
 
 
 def _timed_steps(session: Session, steps: int) -> list[float]:
-    """Seconds from the end of one call to the end of the next: on an accelerator each waits for the
-    step before its own.
-    """
+    """Seconds between the ends of calls: an accelerator's wait for the step before their own."""
     synchronize(session.engine.verifier.device)
     session.step()
     ends = [time.perf_counter()]
@@ -239,9 +235,7 @@ def _timed_steps(session: Session, steps: int) -> list[float]:
 
 
 def _kernels(averages: Iterable[Any], steps: int, *, on_device: bool) -> list[KernelTime]:
-    """Own time per step by name; on an accelerator that of its kernels alone, not of the operators
-    that launch them.
-    """
+    """Own time per step by name; on an accelerator that of kernels alone, not of operators."""
     found = []
     for entry in averages:
         if on_device and entry.device_type != DeviceType.CUDA:
@@ -264,9 +258,7 @@ def _busy_us(events: Iterable[Any]) -> float:
 
 
 def _idle_share(busy_ms: float, step_ms: Sequence[float]) -> float:
-    """Share of a step without a kernel. The step's length is not the profiled one: the profiler
-    slows launches, not kernels.
-    """
+    """Share of a step without a kernel; profiled steps would be too long."""
     return max(0.0, 1 - busy_ms / median(step_ms))
 
 

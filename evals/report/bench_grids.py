@@ -1,6 +1,4 @@
-"""What a bench report says beside its table of sides: by task, by position, by length, and speed
-against latency.
-"""
+"""What a bench report says beside its sides: by task, position and length, and of latency."""
 
 from __future__ import annotations
 

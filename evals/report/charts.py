@@ -15,9 +15,7 @@ from evals.report.tasks import MEAN, TaskTable
 from evals.speed import TIME_PARTS
 
 SIZE = (4.6, 3.2)
-"""Inches. At 72 points each this is 331 wide, so on a phone the text shows in about the size that
-it is set in.
-"""
+"""Inches; on a phone (331 points) the text shows in about the size that it is set in."""
 
 FONT_SIZE = 10
 
@@ -143,9 +141,7 @@ class Charts:
         return self._shares(rows, "acceptance_rate", "draft position", "accepted")
 
     def accepted_by_rank(self, rows: Sequence[Row]) -> str:
-        """The share of every rank among the accepted drafts of trees, a line per side that has
-        any.
-        """
+        """The share of every rank among accepted drafts of trees, a line per side that has any."""
         name = "rank among the candidates of a position"
         return self._shares(rows, "share_by_rank", name, "share of accepted drafts")
 
@@ -202,9 +198,7 @@ class Charts:
         return _svg("tokens per verify step", draw) if own else ""
 
     def time_by_part(self, rows: Sequence[Row]) -> str:
-        """Where the time goes, one bar per side; the parts are gray, for colors are those of
-        sides.
-        """
+        """Where the time goes, one bar per side; parts are gray, for colors are those of sides."""
         own = [row for row in rows if row.get("time_split")]
 
         def draw(axes: Any) -> None:

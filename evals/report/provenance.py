@@ -41,9 +41,7 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
 
 
 def checkpoint(name: str) -> dict[str, Any]:
-    """Name, hub revision where there is one, and SHA-256 of every file of weights and
-    configuration.
-    """
+    """Name, hub revision if any, and SHA-256 of every file of weights and configuration."""
     folder, files = checkpoint_folder(name), set[Path]()
     if folder is not None:
         files = {

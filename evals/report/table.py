@@ -42,9 +42,7 @@ def bench_table(report: Report) -> list[str]:
 
 
 def shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Shapes of sides with trees or chosen shapes, and which drafts of a
-    tree were accepted.
-    """
+    """Shapes of sides with trees or chosen shapes, and which drafts of a tree were accepted."""
     shapes, choices, ranks, parts = [], [], [], []
     for row in rows:
         title = part_title(
@@ -136,9 +134,7 @@ def _given_acceptance(report: Report) -> list[str]:
 
 
 def _figure(side: dict[str, Any]) -> tuple[str, str]:
-    """Median and range; times with three digits behind the point,
-    prompt tokens per second without.
-    """
+    """Median and range; times with three digits behind the point, large numbers without."""
     digits = 0 if side["median"] >= 1000 else 3
     return f"{side['median']:,.{digits}f}", f"{side['min']:,.{digits}f}-{side['max']:,.{digits}f}"
 
@@ -149,9 +145,7 @@ def _quantized(settings: dict[str, Any]) -> str:
 
 
 def _experts_met(experts: dict[str, Any] | None, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How rows were sent to experts, and how many rows had a token of their own: equal ones may
-    choose the same experts.
-    """
+    """How many experts rows met, and how many rows had a token of their own."""
     if experts is None:
         return []
     lines = [

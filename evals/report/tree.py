@@ -1,6 +1,4 @@
-"""The tree of one step as SVG: drafts by their position from left to right, the likeliest
-continuation straight on.
-"""
+"""The tree of one step as SVG: drafts by position, the likeliest continuation straight on."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ _LONGEST = 14  # characters of a token that are shown
 
 @dataclass(slots=True)
 class _Node:
-    """One box: how it looks, what stands in it, and where it is, in columns by depth and lines from
-    the top.
-    """
+    """One box: its looks, its text, and where it is, in columns by depth and lines from the top."""
 
     kind: str
     text: str
@@ -112,9 +108,7 @@ def _nodes(step: Mapping[str, Any]) -> list[_Node]:
 
 
 def _set_lines(nodes: Sequence[_Node]) -> None:
-    """A node's first child stands in its own line, and the others, with all that follows them,
-    below.
-    """
+    """A node's first child stands in its own line, the others, with what follows them, below."""
     children: list[list[int]] = [[] for _ in nodes]
     for row, node in enumerate(nodes):
         if node.parent is not None:

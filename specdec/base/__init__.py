@@ -1,3 +1,1 @@
-"""What every room may use: errors, configurations, files, names of what can be chosen. It imports
-nothing else of specdec.
-"""
+"""What every room may use: errors, configurations, files, names. It imports nothing else."""

@@ -37,9 +37,7 @@ class CapacityError(SpecDecError):
 
 
 class UnsupportedModelError(SpecDecError):
-    """A model whose architecture this package cannot run yet,
-    refused before its weights are read.
-    """
+    """A model whose architecture cannot be run yet, refused before its weights are read."""
 
 
 class CheckpointError(SpecDecError):

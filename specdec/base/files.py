@@ -1,6 +1,4 @@
-"""Files of a user: text and JSON, read with messages that name the file and the line.
-`specdec.base.writing` writes them.
-"""
+"""Files of a user: text and JSON, read with messages that name the file and the line."""
 
 import io
 import json

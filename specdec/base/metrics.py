@@ -1,6 +1,4 @@
-"""The one definition of every figure of acceptance that is printed, from the counts of the verify
-steps.
-"""
+"""The one definition of every printed figure of acceptance, from the counts of verify steps."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

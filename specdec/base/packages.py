@@ -25,9 +25,7 @@ def install_command(extra: str) -> str:
 
 
 def foreign_packages(names: Iterable[str] = PACKAGES) -> list[str]:
-    """One line for each of the packages that Python finds elsewhere than beside this one, or does
-    not find.
-    """
+    """One line for each of the packages that Python does not find beside this one."""
     found = []
     for name in names:
         spec = find_spec(name)
@@ -61,9 +59,7 @@ def require_ours(*names: str) -> None:
 
 
 def overwritten_packages() -> list[str]:
-    """One line for each of the packages into whose folder another distribution has installed files;
-    reads all metadata.
-    """
+    """One line for each of the packages that another distribution has written into."""
     owners = packages_distributions()
     return [
         f"distribution {other!r} has files in package {name!r} of {DISTRIBUTION}; run: python -m"

@@ -1,6 +1,4 @@
-"""Names of what can be chosen, and where it lives: the core names the other packages only here, as
-strings.
-"""
+"""Names of what can be chosen, and where it lives: the core knows other packages only here."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -67,22 +65,16 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "xpress": "drafters.dflash.drafter:load_dflash",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
-"""Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm
-in a `config.json`.
-"""
+"""Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or an algorithm."""
 
 WEIGHT_READERS = {"quantized": "verifiers.formats.plain:plain_numbers"}
-"""Functions `(tensors, quantization_config, dtype) -> tensors` that make plain numbers of what
-checkpoints store.
-"""
+"""Functions `(tensors, quantization_config, dtype) -> tensors` that unpack what is stored."""
 
 COMPOSITION = "drafters.composed.drafter:ComposedDrafter"
 """Makes one drafter of several: `(parts) -> Drafter`."""
 
 PREDICTIONS = "drafters.predicted.drafter:BoundPredicted"
-"""Makes what copies predictions beside a run's drafter: `(drafter, bound, verifier, *, num_slots,
-max_len) -> PredictedDrafter`.
-"""
+"""Copies predictions beside a drafter: `(drafter, bound, verifier, *, num_slots, max_len)`."""
 
 CHECKPOINTS = {"drafter": "drafters.load:load_drafter"}
 """Functions that read from a checkpoint what is to load it: `(path, *, verifier) -> Drafter`."""
@@ -91,9 +83,7 @@ VERIFIERS = {"hf": "verifiers.load:load_verifier"}
 """Functions `(name_or_path, *, device, dtype, attention) -> (Verifier, tokenizer)`."""
 
 TOKENIZERS = {"hf": "verifiers.weights.tokenizer:load_tokenizer"}
-"""Functions `(name_or_path) -> tokenizer`, of targets that the function of the same name above
-loads.
-"""
+"""Functions `(name_or_path) -> tokenizer`, of targets loaded by the one of that name above."""
 
 PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare

@@ -20,9 +20,7 @@ def require(ok: bool, message: str) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number that float32 or int64 holds; JSON's true is an int to Python, and
-    its numbers have no bounds.
-    """
+    """Whether a value is a number that float32 or int64 holds; a bool is none."""
     if isinstance(value, float):
         return -LARGEST <= value <= LARGEST
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63

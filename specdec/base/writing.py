@@ -27,9 +27,7 @@ Write = Callable[[Path], object]
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _IN_PLACE = {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS}
-"""Why a file cannot be replaced that may be written all the same: it is mounted by itself, or its
-folder is closed.
-"""
+"""Why a file cannot be replaced that may be written: it is mounted, or its folder is closed."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
@@ -347,9 +345,7 @@ def _names(path: Path) -> Iterator[list[Path]]:
 
 @contextmanager
 def _unfinished(place: Place) -> Iterator[Path]:
-    """An empty file for new content: beside the place where that can be, else among the temporary
-    ones.
-    """
+    """An empty file for new content: beside the place if that can be, else a temporary one."""
     if place.is_stream or (place.found is not None and not _is_open(place.path.parent)):
         with TemporaryDirectory(prefix="specdec-") as scratch:
             yield Path(scratch, f"content{place.path.suffix}")
@@ -380,9 +376,7 @@ def _unfinished_folder(path: Path) -> Iterator[Path]:
 
 
 def _put(unfinished: Path, place: Place) -> None:
-    """Moves what is finished to its place; where the file there has to stay, it takes the content
-    over.
-    """
+    """Moves what is finished to its place; a file that has to stay takes the content over."""
     if place.found is not None:
         with suppress(OSError):
             os.chown(unfinished, place.found.st_uid, place.found.st_gid)

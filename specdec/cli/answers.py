@@ -1,6 +1,4 @@
-"""Where the answers of `specdec generate` come from: an engine here or those of a cluster, and what
-an earlier run has left.
-"""
+"""Where answers of `specdec generate` come from: an engine here, a cluster, an earlier run."""
 
 from __future__ import annotations
 
@@ -164,9 +162,7 @@ class _Job:
 def _jobs(
     args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams, engine: Any
 ) -> dict[int, _Job]:
-    """What is to be decoded, by the index of its prompt; `engine` has the `reader` of prompts, and
-    the target where it is here.
-    """
+    """What is to be decoded, by the index of its prompt; `engine` has at least a `reader`."""
     jobs: dict[int, _Job] = {}
     requests: dict[int, list[Any]] = {}
     for index, prompt in enumerate(prompts):
@@ -207,9 +203,7 @@ def _line_job(
 
 
 def _request_jobs(request: Any, sampling: SamplingParams, engine: Any) -> list[Any]:
-    """Jobs of a request of a batch file: options of the command that are not their defaults hold
-    where it says nothing.
-    """
+    """Jobs of a request of a batch file; changed options hold where it says nothing."""
     given = {
         one.name: getattr(sampling, one.name)
         for one in fields(SamplingParams)

@@ -44,9 +44,7 @@ class TorchBuild(NamedTuple):
 
 
 def installed_torch() -> TorchBuild | None:
-    """Torch on this Python's path, without importing it: that takes seconds, and fails where a
-    driver is missing.
-    """
+    """Torch on this Python's path, without importing it, which is slow and needs drivers."""
     found = find_spec("torch")
     if found is None or found.origin is None:
         return None
@@ -56,9 +54,7 @@ def installed_torch() -> TorchBuild | None:
 
 
 def link(environment: Path, build: TorchBuild | None) -> None:
-    """Makes a ROCm build of the Python that made `environment` importable there, behind what the
-    environment has itself.
-    """
+    """Makes a ROCm build of this Python importable in `environment`, behind its own."""
     if build is not None and build.hip:
         packages = Path(
             sysconfig.get_path(

@@ -53,9 +53,7 @@ def command() -> NoReturn:
 
 @atexit.register  # before all that is imported later, so that it is called behind that
 def _leave() -> None:
-    """Ends an interrupted command without destructors: threads of libraries may be anywhere, and
-    the process would abort.
-    """
+    """Ends an interrupted command without destructors, which would abort libraries' threads."""
     if EXIT_INTERRUPTED in _ended:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
@@ -64,9 +62,7 @@ def _leave() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `specdec` with `argv` (default: the arguments of the process) and returns the exit
-    status.
-    """
+    """Runs `specdec` with `argv` (default: those of the process) and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     _show_notes()
@@ -106,9 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Gives standard streams that the caller has closed to the null device; else the next file
-    takes a stream's place.
-    """
+    """Opens standard streams that the caller has closed, lest the next file takes their place."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
@@ -119,9 +113,7 @@ def _open_closed_streams() -> None:
 
 
 def _show_notes() -> None:
-    """Sends to standard error what the library warns of, and once what it chose, for two models
-    alike, and what it compiles.
-    """
+    """Sends warnings of the library to standard error, and once what it chose and compiles."""
     logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     said: set[str] = set()
 
@@ -160,9 +152,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports mistakes as `InvalidInputError`, and takes prompts before, between and after the
-    options.
-    """
+    """Reports mistakes as `InvalidInputError`, and takes prompts anywhere between the options."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, allow_abbrev=False, formatter_class=_help_formatter, **options)

@@ -1,6 +1,4 @@
-"""The options that several commands share: which models, which engine, which sampling; and what
-they make.
-"""
+"""The options that several commands share: models, engine, sampling; and what they make."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ def model_options(parser: argparse.ArgumentParser, *, several: Collection[str] =
 
 
 def revision_option(group: argparse._ActionsContainer) -> None:
-    """The option for what may stand behind the target's name as well; `specdec.cli.main` puts it
-    there.
-    """
+    """The option for the revision of the target, which `specdec.cli.main` puts behind its name."""
     group.add_argument(
         "--revision",
         metavar="NAME",
@@ -84,9 +80,7 @@ def engine_options(
 def sampling_options(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any
 ) -> None:
-    """The group of options that say how requests are decoded; `names` and `options` as
-    `add_options` takes them.
-    """
+    """The group of options that say how requests are decoded; see `add_options`."""
     group = parser.add_argument_group("sampling")
     every = [name for name in kinds_of(SamplingParams) if name not in _ELSEWHERE]
     add_options(group, SamplingParams, every if names is None else names, **options)
@@ -128,9 +122,7 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
 
 
 def load_pool(args: argparse.Namespace, drafter: str | None, engine: EngineConfig) -> Pool:
-    """The engines of a cluster that decode as the options say; each loads when it has something to
-    do.
-    """
+    """The engines of a cluster that decode as the options say; each loads with its first work."""
     from specdec.cluster.config import EngineSpec
     from specdec.cluster.pool import Pool
 
@@ -207,9 +199,7 @@ def load_decoder(
 
 
 def say_gpu(name: str) -> None:
-    """One line on standard error about the GPU that `--device` stands for, or why there is none
-    although the machine has one.
-    """
+    """One line on standard error about the GPU that `--device` names, or why none is used."""
     from specdec.device.device import describe_device, resolve_device
 
     device = resolve_device(name)
@@ -227,7 +217,5 @@ def say_unseen(name: str) -> None:
 
 
 def _own(config: type) -> list[str]:
-    """Fields with an option of their own; the seed of a request is `--seed`, and that of an engine
-    is not asked for.
-    """
+    """Fields with an option of their own; for `--seed` is a request's, no engine's."""
     return [name for name in kinds_of(config) if (config, name) != (EngineConfig, "seed")]

@@ -10,9 +10,7 @@ INTERVAL = 0.2
 
 
 class ProgressBar(tqdm):
-    """tqdm's bar with a note at its end: redrawn on a terminal, and one line when it is closed
-    elsewhere.
-    """
+    """tqdm's bar with a note at its end; off a terminal one line when it is closed."""
 
     monitor_interval = 0  # no thread beside a measurement
 
@@ -55,9 +53,7 @@ class ProgressBar(tqdm):
 
 
 class Phases:
-    """A bar for each of several things that are done one after another; call it with a title, and
-    how many of how many are done.
-    """
+    """A bar for each of several things in turn; called with a title, done and total."""
 
     def __init__(self) -> None:
         self._bar: ProgressBar | None = None

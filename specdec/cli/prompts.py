@@ -143,9 +143,7 @@ def _read_stdin() -> Prompt:
 
 
 def _prompt(source: str, text: str) -> Prompt:
-    """Text of the outside world: what Python could not decode in the user's locale is read as
-    UTF-8.
-    """
+    """Text of the outside world: what the user's locale could not decode is read as UTF-8."""
     try:
         return Prompt(source, text.encode(errors="surrogateescape").decode())
     except UnicodeError as error:

@@ -102,9 +102,7 @@ class ResultWriter:
         return sum(result.error is not None for result in self.results.values())
 
     def write(self, chunks: Iterable[StreamChunk]) -> None:
-        """Prints chunks as they arrive; on an interrupt also the text that unfinished prompts have
-        so far.
-        """
+        """Prints chunks as they arrive; on an interrupt also the text so far of the rest."""
         try:
             for chunk in chunks:
                 self._texts[chunk.index] += chunk.text

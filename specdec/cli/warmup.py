@@ -1,6 +1,4 @@
-"""`specdec warmup`: compiles what a configuration will need, so that no request waits for a
-compiler.
-"""
+"""`specdec warmup`: compiles what a configuration needs, before a request waits for it."""
 
 from __future__ import annotations
 

@@ -1,3 +1,1 @@
-"""Structured output: what an output must look like, compiled by xgrammar and followed token by
-token.
-"""
+"""Structured output: what an output must look like, compiled by xgrammar, followed by token."""

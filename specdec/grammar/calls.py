@@ -1,6 +1,4 @@
-"""Calls of tools as rules in GBNF: structural tags of xgrammar's, with schemas that are held to as
-everywhere.
-"""
+"""Calls of tools as rules in GBNF: structural tags of xgrammar's, with schemas held to."""
 
 from __future__ import annotations
 

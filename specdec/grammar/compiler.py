@@ -152,9 +152,7 @@ class GrammarCompiler:
         return own
 
     def after_fork(self) -> None:
-        """In a child process: no thread of the parent's compiles anything here, and no lock is
-        held.
-        """
+        """In a child process: no thread of the parent's compiles here, and no lock is held."""
         self._lock = Lock()
         self._jobs = {grammar: job for grammar, job in self._jobs.items() if job.result.done()}
 

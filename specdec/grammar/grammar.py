@@ -86,9 +86,7 @@ class Grammar:
 
     @property
     def notes(self) -> list[str]:
-        """What a JSON schema says that the standard lets be, and that the output need not follow;
-        said to who asked.
-        """
+        """What a JSON schema says and the output need not follow, as the standard allows."""
         if self.kind == "calls":
             asked = Calls.of(self.text)
             said = [f"{name}: {one}" for name, text in asked.schemas for one in _said(text)[1]]
@@ -122,9 +120,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str | bool | Mapping[str, Any]) -> Grammar:
-        """JSON that a schema describes. Keys come in the order of `properties`, and none that the
-        schema does not name.
-        """
+        """JSON that a schema describes: keys in the order of `properties`, and no others."""
         text = schema if isinstance(schema, str) else _written("the JSON schema", schema)
         return cls("json_schema", text)
 

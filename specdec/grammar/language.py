@@ -108,9 +108,7 @@ class Algebra:
         return self._kept(kind, tuple(sorted(some)))
 
     def of(self, node: Node, *, inverted: bool = False) -> Expression:
-        """A pattern; where it is not wanted, whatever it may match for one of its readers
-        counts.
-        """
+        """A pattern; where it is not wanted, whatever it may match for one of its readers."""
         match node:
             case Characters(sure, possible):
                 return self.characters(possible if inverted else sure)

@@ -14,9 +14,7 @@ DEEPEST = 100
 """Schemas within schemas, and groups within groups of a pattern."""
 
 MAX_COMPARISONS = 200_000
-"""Parts of a schema that are looked at to tell options and types apart, and references from each
-other.
-"""
+"""Parts of a schema looked at to tell options, types and references apart."""
 
 MAX_STATES = 1000
 """Most states of the automaton of a string with lookaheads, lengths or several patterns."""

@@ -109,9 +109,7 @@ class GrammarProgress:
         return [*kept, *drafts[len(kept) :]]
 
     def _refused_or_last(self, mask: Tensor, token: int) -> bool:
-        """Whether a row of `token` needs no mask: `mask`, of the row before it, does not allow it,
-        or the output ends with it.
-        """
+        """Whether a row needs no mask: it is refused, or the output ends with `token`."""
         return (
             token in self._eos_token_ids
             or token >= 32 * len(mask)
@@ -120,9 +118,7 @@ class GrammarProgress:
 
     @cached_property
     def _never(self) -> frozenset[int]:
-        """Tokens without a text, of which the library would warn each time: special ones, and those
-        that pad the vocabulary.
-        """
+        """Tokens without a text, of which the library would warn: special ones, and padding."""
         special = frozenset(self.compiled.result().tokenizer_info.special_token_ids)
         return special - self._eos_token_ids
 

@@ -48,9 +48,7 @@ class Job:
         return self.result.cancelled()
 
     def join(self) -> Future[Any] | None:
-        """The result, for one more who waits, and who leaves by cancelling it; None where it has
-        stopped.
-        """
+        """The result, for one more who leaves by cancelling it; None where it has stopped."""
         own: Future[Any] = Future()
         with self._lock:
             if self.stopped:

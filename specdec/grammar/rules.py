@@ -11,9 +11,7 @@ from specdec.grammar.schema.schema import FIRST_MARK, reading
 from specdec.grammar.schema.text_rules import Text
 
 LOOSE, STRICT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
-"""Characters of strings with a length, as xgrammar 0.2.8 writes them into a schema's grammar, and
-as JSON has them: no tab.
-"""
+"""Characters of strings with a length: as xgrammar 0.2.8 writes them, and as JSON has them."""
 
 MARKED = re.compile(r'\(\("\\ue000" "\\u(e[0-9a-f]{3}|E[0-9A-F]{3})"\)\)')
 """A mark of `specdec.grammar.schema.schema`, as xgrammar 0.2.8 writes it."""
@@ -24,9 +22,7 @@ ESCAPED = r' | ("\\" basic_escape basic_string_sub)'
 """
 
 WHITESPACE = 16
-"""Characters of white space between two parts of JSON: a line's end and its indentation, not a page
-of blanks.
-"""
+"""Characters of white space between two parts of JSON: a line's end and its indentation."""
 
 
 def rules_of(grammar: Grammar) -> str:

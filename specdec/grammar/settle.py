@@ -1,6 +1,4 @@
-"""A pattern for the whole of a text: anchors at its edges are met, and lookaheads become languages
-that it is in, or is not.
-"""
+"""A pattern for the whole of a text: anchors at its edges are met, lookaheads become languages."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ from specdec.grammar.process import TOKENIZER, reason_of
 from specdec.grammar.rules import rules_of
 
 AGAIN_SECONDS, AGAIN_BYTES = 2.0, 2**27
-"""What took no more is compiled again where it is needed, from rules: to write what was compiled
-takes longer than that.
-"""
+"""What took no more is compiled again where it is needed, which is quicker than to write it."""
 
 
 def main(number: int) -> None:
@@ -82,9 +80,7 @@ class _Absent:
 
 
 def _library() -> Any:
-    """xgrammar, without torch and transformers if it can be: they take seconds, and make a fork
-    take four times as long.
-    """
+    """xgrammar, if possible without torch and transformers, which slow forks down."""
     absent: dict[str, Any] = {"torch": _Absent(), "transformers": _Absent()}
     try:
         sys.modules["torch"] = None  # type: ignore[assignment]
@@ -102,9 +98,7 @@ def _everything(link: socket.socket) -> bytes:
 
 
 def _watch(link: socket.socket, compilers: dict[int, Any]) -> None:
-    """In a process of its own: has a grammar compiled in another, ends that with its asker, and
-    says at last how it ended.
-    """
+    """In its own process: has another compile a grammar, ends it with its asker, tells."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     alive, end = os.pipe()
     child = os.fork()
@@ -170,9 +164,7 @@ def _peak() -> int:
 
 
 def _limit(seconds: float) -> None:
-    """Has this process end after so many seconds of a processor, and find no more memory than it
-    may take.
-    """
+    """Ends this process after so many seconds of a processor, and bounds its memory."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, seconds)  # which ends it by SIGPROF
     # other systems have no such limit

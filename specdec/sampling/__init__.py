@@ -1,3 +1,1 @@
-"""How tokens are drawn: probabilities from logits, one random stream per request, and the numbers
-that requests bring.
-"""
+"""How tokens are drawn: probabilities from logits, a random stream and numbers per request."""

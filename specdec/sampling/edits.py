@@ -19,9 +19,7 @@ _NEVER = 2**62  # a position that no output reaches
 
 
 def num_edits(params: SamplingParams) -> int:
-    """Tokens whose logits a request changes; where it matters the engine has put all that end it
-    into `stop_token_ids`.
-    """
+    """Tokens whose logits a request changes; `stop_token_ids` are by then all its ends."""
     return len(params.logit_bias) + (len(params.stop_token_ids) if params.min_tokens else 0)
 
 
@@ -53,9 +51,7 @@ class Edits:
         *,
         pin: bool = False,
     ) -> None:
-        """Overwrites the rows `slots` int64 [m] with what m requests change, whose outputs begin at
-        the positions `firsts`.
-        """
+        """Overwrites the rows `slots` int64 [m]; the requests' outputs begin at `firsts`."""
         rows = [_entries(each, first) for each, first in zip(params, firsts, strict=True)]
         width = max(map(len, rows))
         self.ends.index_fill_(0, slots, 0)

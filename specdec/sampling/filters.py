@@ -13,9 +13,7 @@ SORTED_VOCABULARY = 4096
 """Largest vocabulary that top-p sorts."""
 
 COLDEST = 1e-20
-"""Temperatures below act like it: already one-hot for any logits that differ in float32; dividing
-by less could overflow.
-"""
+"""Temperatures below act like it, which is one-hot already; dividing by less could overflow."""
 
 _UNIT = 2**52  # probability 1 in the integer sums of top-p
 
@@ -47,9 +45,7 @@ def filtered_scores(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def processed_probs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """The distributions of `filtered_scores`, float32 [num_reqs, n, V]; of greedy requests one-hot
-    at the first maximum.
-    """
+    """The distributions of `filtered_scores`, float32 [num_reqs, n, V]; greedy ones are one-hot."""
     probs = filtered_scores(logits, sampling).softmax(dim=-1)
     greedy = torch.zeros_like(probs).scatter_(-1, argmax(logits)[0][..., None], 1.0)
     return torch.where(sampling.temperature[:, None, None] == 0, greedy, probs)
@@ -80,9 +76,7 @@ def _filter_top_p(scores: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def _below_by_sorting(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
-    """bool [..., V]: scores below the one at which the mass, int64 [..., V], of all up to it
-    exceeds `spare` [..., 1].
-    """
+    """bool [..., V]: scores below that at which mass int64 [..., V] exceeds `spare`."""
     ordered, token_ids = scores.sort(dim=-1)
     first = (
         (mass.gather(-1, token_ids).cumsum(dim=-1) <= spare)

@@ -1,6 +1,4 @@
-"""Log-probabilities of tokens under the target's unprocessed logits, with the likeliest tokens
-beside them.
-"""
+"""Log-probabilities of tokens under the target's unprocessed logits, with the likeliest ones."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from torch.nn import functional as F
 from specdec.sampling.trees.candidates import highest_columns
 
 Top = dict[int, float]
-"""Log-probabilities by token, the likeliest first; the token of the position stands last where it
-is not among them.
-"""
+"""Log-probabilities by token, the likeliest first; the position's own stands last if not among."""
 
 ROWS = 128
 """Whose logits are held in float32 at once: of a prompt there are many."""

@@ -26,9 +26,7 @@ class TokenMasks:
 
     @classmethod
     def empty(cls, num_reqs: int, rows: int, vocab_size: int, memory: Tensor) -> TokenMasks:
-        """Masks that hold no request yet, with room for all: in `memory`, int32 [any], or beside it
-        where that is too small.
-        """
+        """Masks of no request yet, with room for all: in `memory`, int32 [any], or beside it."""
         shape = (num_reqs, rows, -(-vocab_size // 32))
         words = (
             memory[: prod(shape)].view(shape)
@@ -67,9 +65,7 @@ def _mask_logits(logits: Tensor, masks: TokenMasks) -> None:
 
 
 def check_masks(device: torch.device) -> Deviation:
-    """Random masks in every type, a vocabulary that ends within a word, and requests without a
-    grammar.
-    """
+    """Random masks in every type, a vocabulary that ends within a word, rows without a grammar."""
     from specdec.sampling import triton_masks
 
     generator = torch.Generator().manual_seed(0)

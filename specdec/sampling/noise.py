@@ -53,9 +53,7 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """Bijective 64-bit finalizer: flipping any input bit flips every output bit with probability
-    near one half.
-    """
+    """Bijective 64-bit finalizer: input bits flip each output bit with probability near 1/2."""
     bits = (bits ^ _shift_right(bits, 30)) * _FACTORS[0]
     bits = (bits ^ _shift_right(bits, 27)) * _FACTORS[1]
     return bits ^ _shift_right(bits, 31)

@@ -31,9 +31,7 @@ MAX_TOP_LOGPROBS = 64
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 2048
-"""Stop strings of a request, and their characters together: each new token is compared with all of
-them.
-"""
+"""Stop strings of a request and their characters together: each token is compared with all."""
 
 
 def _few(count: int) -> bool:

@@ -1,6 +1,4 @@
-"""From the target's logits to the scores that tokens are chosen by: edits of single logits, then
-penalties for what came before.
-"""
+"""From the target's logits to the scores that tokens are chosen by: edits, then penalties."""
 
 import torch
 from torch import Tensor
@@ -109,9 +107,7 @@ def lowered_in_cache(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tenso
 
 
 def _counted(tokens: Tensor, tree: DraftTree | None) -> Tensor:
-    """bool [num_reqs or 1, n, n]: which tokens of the block each row has before it or is fed
-    itself.
-    """
+    """bool [num_reqs or 1, n, n]: tokens of the block that each row has before it, or is fed."""
     width = tokens.shape[1]
     if tree is None:
         return (

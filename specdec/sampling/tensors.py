@@ -64,9 +64,7 @@ class SamplingPlan(NamedTuple):
         return self.penalized or self.counted or self.edits > 0 or self.logprobs
 
     def covers(self, other: SamplingPlan) -> bool:
-        """Whether a step of this plan gives requests of the other what they want and nothing else:
-        it samples and filters more.
-        """
+        """Whether a step of this plan gives requests of the other all that they want."""
         names = "all_greedy", "max_top_k", "any_top_p", "any_min_p"
         alike = self._replace(**{name: getattr(other, name) for name in names}) == other
         return alike and SamplingPlan.joined([self, other]) == self

@@ -99,9 +99,7 @@ def _highest(
     high: tl.tensor,
     UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """The highest place in order, int64 from `low` to `high`, from which on the weights are
-    `wanted`; `low` if there is none.
-    """
+    """The highest place, int64 from `low` to `high`, from which on the weights are `wanted`."""
     while low < high:
         step = ((high - low) // UNIT // 2 + 1) * UNIT
         enough = tl.sum(tl.where(order >= (low + step).to(tl.int32), weights, 0.0), 0) >= wanted
@@ -145,9 +143,7 @@ def _highest_listed(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """The highest of logits that are read each time; each weighs 1, or with WEIGHTED exp((x - best)
-    / temperature).
-    """
+    """The highest logits read each time, weighing 1 or exp((x - best) / temperature)."""
     while low < high:
         # Reading takes longest, so one look compares with three places. Lanes add up their own, and
         # are added up once.

@@ -1,6 +1,4 @@
-"""Masking logits in Triton, in place: logits that may stay are neither read nor written; see
-`specdec.sampling.masks`.
-"""
+"""Masking logits in Triton, in place; logits that may stay are neither read nor written."""
 
 import triton
 import triton.language as tl
@@ -43,9 +41,7 @@ def _mask_logits_kernel(
 
 
 def mask_logits(logits: Tensor, words: Tensor, places: Tensor) -> None:
-    """Writes -inf into `logits` [num_reqs, rows, V] where `words` and `places` of `TokenMasks` do
-    not allow a token.
-    """
+    """Writes -inf into `logits` [num_reqs, rows, V] where `TokenMasks` do not allow a token."""
     num_reqs, rows, vocab_size = logits.shape
     assert logits.is_contiguous() and words.is_contiguous() and words.shape[1] == rows
     with on_device(logits):

@@ -29,18 +29,14 @@ def _mix(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def noise_bits(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """The bits of the target's own token at a position, int64, given where seed and position are
-    stored.
-    """
+    """The bits of the target's own token at a position, int64, by where seed and position lie."""
     counter = tl.load(position) * _NUM_PURPOSES + 1  # Purpose.SAMPLE
     return _mix(_mix(tl.load(seed)) + counter * -0x61C8864680B583EB)
 
 
 @triton.jit
 def gumbel(bits: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """Noise of int32 tokens from the int64 of their position;
-    see `specdec.sampling.noise.gumbel`.
-    """
+    """Noise of int32 tokens from the int64 of their position; see `noise.gumbel`."""
     x = token * -0x61C8864F + bits.to(tl.int32)
     x = ((x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D) ^ (bits >> 32).to(tl.int32)
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975

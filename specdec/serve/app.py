@@ -372,9 +372,7 @@ async def _chat_tokens(
 async def _respond(
     front: Front, http: Request, answer: Answer, sampling: SamplingParams
 ) -> Response:
-    """Submits the outputs and makes the response. What cannot be followed is refused before there
-    is a status.
-    """
+    """Submits the outputs and responds. What cannot be followed is refused before a status."""
     if sampling.grammar is not None:
         await unless_gone(http.receive, front.wait_for_grammar(sampling))
         answer.notes = [*answer.notes, *sampling.grammar.notes]

@@ -1,6 +1,4 @@
-"""The bodies of requests: how long one may take, how much it may hold, and how much all may
-together.
-"""
+"""The bodies of requests: how long one may take, and how much one, and all, may hold."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ SMALL = 65_536
 """Bytes of a body that is taken whatever others hold: connections bound how many there are."""
 
 VALUE_BYTES = 64
-"""What a value of JSON takes in memory, about; an object or an entry of one counts as four, for
-what it takes to read.
-"""
+"""Bytes of a value of JSON in memory, about; an object or an entry of one counts as four."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,9 +29,7 @@ class Place:
 
 
 class Bodies:
-    """Reads bodies. Where all together hold too much, the largest of those that still come gives
-    way.
-    """
+    """Reads bodies. Where all together hold too much, the largest that still comes gives way."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config, self._total = config, 0
@@ -90,9 +84,7 @@ class Bodies:
         return bytes(body)
 
     def _weigh(self, place: Place, body: bytes) -> None:
-        """Reading JSON takes time and memory by its values, so they are counted before: by their
-        signs, those in texts as well.
-        """
+        """Counts values by their signs before JSON is read: they take time and memory."""
         values = body.count(b",") + 4 * sum(body.count(sign) for sign in (b"[", b"{", b":"))
         if values > self._config.max_body_values:
             raise self._too_large("values", self._config.max_body_values)

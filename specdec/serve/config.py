@@ -10,9 +10,7 @@ from specdec.base.files import user_path
 from specdec.base.validation import require
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
-"""A variable of the environment: the key where no option names one, so that it stands in no list of
-processes.
-"""
+"""A variable with the key where no option names one, so that no list of processes shows it."""
 
 MAX_FRONTS = 64
 """Most processes that speak HTTP."""

@@ -27,9 +27,7 @@ READ_BYTES = 32_768
 
 PIECES = 8192
 PIECE_BYTES = 8
-"""So many ends of lines, and fewer bytes for each, have no use: those of a body in chunks of a byte
-take all time there is.
-"""
+"""So many ends of lines with fewer bytes each have no use, and would take all time there is."""
 
 
 class Patient:
@@ -54,9 +52,7 @@ class Patient:
 
 
 class Connections:
-    """Closes connections that keep the server waiting. A tick looks at them all; between ticks
-    nothing is done.
-    """
+    """Closes connections that keep the server waiting; each tick looks at them all."""
 
     def __init__(self, config: ServeConfig, state: ServerState) -> None:
         self._config, self._state = config, state
@@ -105,9 +101,7 @@ class Connections:
 
 
 def _phase(protocol: Any) -> Phase:
-    """What a connection waits for. A request that was answered before all of it had come is still
-    in its headers.
-    """
+    """What a connection waits for; a request answered before it had come is in its headers."""
     cycle = protocol.cycle
     if cycle is None or cycle.response_complete:
         return "headers" if protocol.timeout_keep_alive_task is None else "idle"

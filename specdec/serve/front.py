@@ -100,9 +100,7 @@ class Front:
 
     @property
     def taus(self) -> dict[str, float]:
-        """Tokens per verify step by the weights that draft "now" and those "before" their last
-        change, where these took steps.
-        """
+        """Tokens per verify step of the weights that draft "now" and "before" their last change."""
         totals, (steps, tokens) = self.count(), self._changed_at
         now = (totals.step_tokens - tokens) / max(totals.steps - steps, 1)
         found = {"before": self._tau_before, "now": now}
@@ -233,9 +231,7 @@ class Front:
         self.on_end()
 
     async def drain(self) -> None:
-        """Takes nothing new on, and waits for what is unfinished, as long as the config allows;
-        then ends it.
-        """
+        """Takes nothing new on, waits for what is unfinished in the config's time, ends it."""
         self.draining = True
         for waiting in list(self._waiting):  # what they are for would be refused
             waiting.cancel()

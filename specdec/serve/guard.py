@@ -18,9 +18,7 @@ OPEN_PATHS = {"/", "/health", "/ping", "/version"}
 
 
 class Guard:
-    """Lets requests through whose host and key are right and whose body is not too large; it reads
-    the body first.
-    """
+    """Lets requests through whose host, key and size are right; it reads the body first."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self._app, self._bodies = app, Bodies(config)
@@ -50,9 +48,7 @@ class Guard:
             await self._app(scope, replay, send)
 
     def _check_host(self, scope: Scope) -> None:
-        """A name that another's DNS may have led here, so that a page of theirs reads what is
-        served without a key, is no host.
-        """
+        """Another's DNS may lead its name here, to read what is served without a key."""
         if not self._by_host:
             return
         given = header(scope, b"host").decode("latin-1").lower()

@@ -1,6 +1,4 @@
-"""What a request may ask at most, beside the options of `ServeConfig`. docs/serve.md has all of it
-in one table.
-"""
+"""What a request may ask at most, beside the options of `ServeConfig`; see docs/serve.md."""
 
 from specdec.sampling.params import MAX_EDITS, MAX_STOP_CHARACTERS, MAX_STOPS
 
@@ -20,9 +18,7 @@ MAX_PROMPT_LOGPROBS = 524_288
 """Log-probabilities of all prompts of a request, with those of the tokens themselves."""
 
 CHARACTERS_PER_TOKEN = 16
-"""A text has so many characters at most for each token that it may have: it is not looked at any
-further.
-"""
+"""A text has so many characters at most for each token that it may have."""
 
 TOKENIZED = 131_072
 """Tokens of what `/tokenize` and `/detokenize` take, or those of the context where it is longer."""

@@ -101,9 +101,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Null is what many clients write for a field that is not set. Before anything is made of
-        fields, they are counted.
-        """
+        """Leaves out nulls, many clients' word for fields not set, once fields are counted."""
         if not isinstance(given, dict):
             return given
         if len(given) > MAX_FIELDS:

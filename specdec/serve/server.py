@@ -73,9 +73,7 @@ def _cannot_listen(host: str, port: int, error: OSError) -> InvalidInputError:
 
 
 class Server(uvicorn.Server):
-    """A server that takes nothing new on once it is told to end, and gives what is unfinished its
-    time.
-    """
+    """A server that takes nothing new on once told to end, and gives the unfinished its time."""
 
     def __init__(self, front: Front, sock: socket.socket) -> None:
         super().__init__(
@@ -116,9 +114,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens, taking a few connections and bytes of each at a time, so that many never hold up
-        the others.
-        """
+        """Listens, taking few connections and bytes at a time, so that none hold others up."""
         kind = self.config.http_protocol_class
         self.config.http_protocol_class = type("Patient", (Patient, kind), {})
         await super().startup(sockets)
@@ -126,9 +122,7 @@ class Server(uvicorn.Server):
         self.front.engine.begin()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends connections: at once those that wait for no answer, and then those that do not read
-        theirs.
-        """
+        """Ends connections: at once those that wait for no answer, then those that do not read."""
         self._connections.close("idle", "headers", "body", "unread")
         last = asyncio.get_running_loop().call_later(LAST_SECONDS - 1, self._connections.close)
         await super().shutdown(sockets)

@@ -19,14 +19,10 @@ AT_ONCE = 2048
 """Characters that take less time than to hand them over to a thread and back does."""
 
 SHORT = 16_384
-"""Characters that are worth a few milliseconds, and so never wait for a longer text; also those of
-one piece of a text.
-"""
+"""Characters that are worth a few milliseconds, and so never wait; also of a text's piece."""
 
 PLAUSIBLE = 8
-"""Characters per token, above which the tokens of a text are counted piece by piece before it
-becomes tokens as a whole.
-"""
+"""Characters per token, above which tokens are counted piece by piece beforehand."""
 
 SLACK = 16
 """Tokens that the two ends of a piece can add to those it has within the text."""

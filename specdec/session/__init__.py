@@ -1,3 +1,1 @@
-"""An engine for callers: threads, handles, texts, and the Python API. Commands and the server reach
-the engine through it.
-"""
+"""An engine for callers: threads, handles, texts, and the Python API."""

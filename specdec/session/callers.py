@@ -8,9 +8,7 @@ from specdec.session.handle import Handle
 
 
 class Callers:
-    """The handles of unfinished requests, which belong to those who wait; nothing is kept for who
-    has let go of his.
-    """
+    """Handles of unfinished requests; nothing is kept for who has let go of his."""
 
     def __init__(self) -> None:
         self._handles: dict[Request, ref[Handle]] = {}

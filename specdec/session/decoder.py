@@ -1,6 +1,4 @@
-"""The Python API: load a target and a drafter, generate or stream,
-and read how the drafts fared.
-"""
+"""The Python API: load a target and a drafter, generate or stream, see how drafts fared."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int] | Tensor | Sequence[dict[str, Any]]
-"""Raw text, token ids (also an array or a tensor of one dimension), or chat messages with `role`
-and `content`.
-"""
+"""Raw text, token ids (also in an array or a tensor), or messages with `role` and `content`."""
 
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 Prompts = (
@@ -189,18 +185,14 @@ class SpecDecoder:
             self.session.between_steps(partial(self.engine.exchange, self.engine.staged))
 
     def close(self) -> None:
-        """Cancels what is unfinished, and ends the other processes that compute the target; nothing
-        can be decoded afterwards.
-        """
+        """Cancels what is unfinished, and ends the target's other processes, for good."""
         self.session.close()
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.let_go()
 
     def plain(self) -> SpecDecoder:
-        """This target without a drafter and with a cache of its own: the baseline of every
-        ratio.
-        """
+        """This target without a drafter, with a cache of its own: the baseline of every ratio."""
         return self.variant(None, self.engine.config.plain())
 
     def variant(self, drafter: Drafter | None, config: EngineConfig) -> SpecDecoder:
@@ -302,9 +294,7 @@ class SpecDecoder:
         return self.reader.tokenize(_listed(prompt), add_special_tokens=special, template=template)
 
     def next_token_logits(self, prompt: Prompt) -> Tensor:
-        """The target's unprocessed logits after a prompt, float32 [V], computed alone with a cache
-        of their own.
-        """
+        """The target's unprocessed logits after a prompt, float32 [V], with their own cache."""
         ids = self.tokenize(prompt)
         self.engine.admission.check_tokens(ids)
         return collective_rpc(self.verifier, next_token_logits, self.verifier, ids)
@@ -388,9 +378,7 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _listed(inputs: Any) -> Any:
-    """A string as it is; anything in an order as a list, in which arrays, tensors and their numbers
-    are Python's own.
-    """
+    """A string as it is; anything in an order as a list, arrays and numbers as Python's own."""
     inputs = inputs.tolist() if hasattr(inputs, "tolist") else inputs
     if isinstance(inputs, str):
         return inputs

@@ -90,9 +90,7 @@ class Stream:
         return self._error is not None
 
     def open(self) -> None:
-        """Counts one more request whose chunks will come; called by the session,
-        as what follows.
-        """
+        """Counts one more request whose chunks will come; called by the session, as the rest is."""
         self._num_open += 1
 
     def put(self, chunk: StreamChunk) -> None:
@@ -120,9 +118,7 @@ class Stream:
             ) from self._error
 
     def _take(self, end: type[Exception]) -> StreamChunk | None:
-        """The next chunk, None where another reader was faster; raises `end` when there will be no
-        more.
-        """
+        """The next chunk, None where another reader was faster; raises `end` behind the last."""
         ended = not self._num_open  # asked first, since the last chunk comes before the end
         try:
             return self._chunks.popleft()

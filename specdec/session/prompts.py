@@ -73,9 +73,7 @@ class PromptReader:
         add_special_tokens: bool | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a string, a list of token ids, or a list of messages; the rest is as
-        `SpecDecoder.tokenize` says.
-        """
+        """Token ids of a string, token ids or messages; see `SpecDecoder.tokenize`."""
         if isinstance(prompt, str):
             special = add_special_tokens is not False
             return self._ids_of(prompt, add_special_tokens=special) if prompt else token_ids([])

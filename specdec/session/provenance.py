@@ -1,6 +1,4 @@
-"""Where a file of figures or answers comes from: the command, the commit, the versions, the device,
-the exact files.
-"""
+"""Where a file of figures or answers comes from: command, commit, versions, device, files."""
 
 import hashlib
 import platform
@@ -75,9 +73,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this code runs from, with "+changes" when files differ from it;
-    None when installed otherwise.
-    """
+    """Commit of this code's checkout, with "+changes" when files differ; else None."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_QUEUE = 1024
-"""Unfinished requests that a session holds, or four times as many as the engine decodes at once, if
-that is more.
-"""
+"""Unfinished requests of a session, or four times what the engine decodes at once, if more."""
 
 
 _INTERRUPTED = RuntimeError("a step was interrupted")
@@ -266,9 +264,7 @@ class Session:
                 self._thread.start()
 
     def close(self) -> None:
-        """Cancels what is unfinished, and ends the thread if there is one. Nothing can be submitted
-        afterwards.
-        """
+        """Cancels what is unfinished, and ends the thread; nothing can be submitted afterwards."""
         with self._lock:
             self._closed = True
             handles = self._callers.handles
@@ -371,9 +367,7 @@ class Session:
             raise
 
     def _take_over(self) -> None:
-        """Tells the engine of requests that have come or are cancelled, and does what is to be done
-        between steps.
-        """
+        """Tells the engine of new and cancelled requests, and does what steps delay."""
         with self._lock:
             new, self._new = self._new, []
             cancelled, self._cancelled = [*self._cancelled, *self._callers.left], deque()

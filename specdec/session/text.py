@@ -1,6 +1,4 @@
-"""Token ids, and their text while they arrive: unfinished characters are held back, stop strings
-are found and cut.
-"""
+"""Token ids, and their text as they arrive: unfinished characters wait, stop strings are cut."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ def text_of(
     skip_special_tokens: bool = True,
     shown: frozenset[int] = frozenset(),
 ) -> str:
-    """Text of tokens that nothing follows; none without a tokenizer. Special tokens that are
-    `shown` are never left out.
-    """
+    """Text of tokens that nothing follows; none without a tokenizer. Those `shown` always show."""
     if tokenizer is None:
         return ""
     if skip_special_tokens and shown:
@@ -60,9 +56,7 @@ def text_of(
 
 
 _REPLACEMENT = "\ufffd"
-"""What a tokenizer writes for bytes that are not UTF-8, and so for a character whose last bytes are
-still to come.
-"""
+"""What a tokenizer writes for bytes that are not UTF-8, as of an unfinished character."""
 
 _LONG_WINDOW = 8
 """Tokens that are decoded again with every new one at most, those of an unfinished character aside.
@@ -71,9 +65,7 @@ _LONG_WINDOW = 8
 
 @lru_cache(maxsize=4)
 def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens of single bytes, as tokenizers with byte fallback spell them; none of any other
-    tokenizer.
-    """
+    """Tokens of single bytes, as tokenizers with byte fallback spell them; else none."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
     return frozenset(
@@ -91,15 +83,11 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
 
 
 _never_found: set[str] = set()
-"""Stop strings that were said never to match; so many at most that requests fill neither memory nor
-log.
-"""
+"""Stop strings that were said never to match; bounded, so that requests fill no memory or log."""
 
 
 def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> frozenset[int]:
-    """Special tokens that are stop strings; says of strings that hold one beside more text that
-    they never match.
-    """
+    """Special tokens that are stop strings; warns of those beside more text, which never match."""
     special = _special_tokens(tokenizer) if stop else {}
     for entry in stop:
         parts = (name for name in special if name and name in entry)
@@ -177,9 +165,7 @@ class IncrementalDecoder:
 
     @property
     def text(self) -> str:
-        """Settled text so far, without a completed stop string; everything once `finish` was
-        called.
-        """
+        """Settled text so far, without a completed stop string; everything after `finish`."""
         return "".join(self._taken) + self._text
 
     @property
@@ -263,9 +249,7 @@ class IncrementalDecoder:
         self._num_context, self._context_length = len(self._window), self._num_settled
 
     def _cut_at_stop(self) -> bool:
-        """Looks through what is new, and through what is pending as it would read if nothing
-        followed.
-        """
+        """Looks through what is new, and through what is pending as if nothing followed."""
         begin = self._searched
         self._node, end, length = self._stops.search(self._node, self._text[begin:])
         self._searched = len(self._text)

@@ -117,9 +117,7 @@ class Turns:
         self._offer()
 
     def end(self) -> None:
-        """Lets nobody step any more, and waits until nobody does: the interpreter ends, and would
-        take a thread out of torch.
-        """
+        """Lets nobody step any more, and waits until nobody does: torch would abort."""
         self._ending, limit = True, time.monotonic() + LAST_STEP
         while (
             not self._parked

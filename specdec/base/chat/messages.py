@@ -1,6 +1,4 @@
-"""Chat messages in OpenAI's form, made fit for a tokenizer's template, so that no template leaves
-out what a user wrote.
-"""
+"""Chat messages in OpenAI's form, made fit for a tokenizer's template; none is left out."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ _PROBE = "qzx7 specdec"
 """A text that no template holds of its own."""
 
 _CONTINUED = ("prefix", "partial")
-"""Keys of a last message of the assistant that answers go on with: DeepSeek's and Mistral's word,
-and Kimi's and Qwen's.
-"""
+"""Keys of a last message that answers go on with: DeepSeek's and Mistral's, Kimi's and Qwen's."""
 
 _reads_parts: dict[str, bool] = {}
 """By template, whether it reads the parts of a content, and not the text."""

@@ -1,3 +1,1 @@
-"""Files of checkpoints, before anything is known of the model in them. Targets and drafters are
-read through it.
-"""
+"""Files of checkpoints, before anything is known of the model in them."""

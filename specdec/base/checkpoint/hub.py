@@ -48,9 +48,7 @@ CONFIG = "config.json"
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "README.md")
 _WEIGHTS, _PICKLES = ("*.safetensors", "mask_embedding.pt"), ("*.bin",)
 _OTHERS = ("adapter_model*", "consolidated*", "optimizer*", "training_args*")
-"""Not fetched: other weights, or the same in another form. Folders are left alone as well, but for
-their templates.
-"""
+"""Not fetched: other weights, or the same in another form; nor folders, but for templates."""
 
 _WORD = r"\w[\w.-]*"
 _NAME = re.compile(rf"({_WORD}(?:/{_WORD})?)(?::({_WORD}(?:/{_WORD})*))?(?:@(\w[^\s:@?*\[\\^~]*))?")
@@ -59,9 +57,7 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """How Transformers writes numbers for which JSON has no words: as an object that names one."""
 
 _FOUND: dict[str, Path] = {}
-"""Where each name was found last in this process: what reports tell of, whatever has come to the
-cache since.
-"""
+"""Where each name was found last in this process, which reports tell of."""
 
 _UNPACKED: dict[str, Path] = {}
 """Folders to which GGUF files were unpacked, by their names on the hub."""
@@ -292,9 +288,7 @@ def checkpoint_file(name: str, file: str, *, what: str) -> Path | None:
 
 
 def found_folder(name: str) -> Path | None:
-    """Where the files of a checkpoint lie on this machine: where they were found last, or would be;
-    None where they are not.
-    """
+    """Where a checkpoint's files lie on this machine, or would be; None where they are not."""
     if name in _FOUND:
         return _FOUND[name]
     if (folder := local_folder(name)) is not None:
@@ -304,9 +298,7 @@ def found_folder(name: str) -> Path | None:
 
 
 def revision_of(folder: Path) -> str | None:
-    """The commit that a folder, or the GGUF file that it is of, has in the hub's cache; None for
-    any other.
-    """
+    """The commit of a folder, or of its GGUF file, in the hub's cache; None for any other."""
     origin = gguf_file(folder) if (folder / GGUF).is_file() else None
     match = re.search(r"/snapshots/([0-9a-f]{40})(/|$)", (origin or folder).absolute().as_posix())
     return match[1] if match else None
@@ -319,9 +311,7 @@ def gguf_of(name: str | Path) -> Path | None:
 
 
 def files_of(name: str | Path) -> list[str]:
-    """Names of a checkpoint's files, those in its folders among them; what is in the cache where
-    the hub does not tell.
-    """
+    """Names of a checkpoint's files, also in its folders; the cache's without a hub."""
     folder = local_folder(name) or _UNPACKED.get(str(name))
     return _listed(_place(name, "checkpoint")) if folder is None else _inside(folder)
 
@@ -449,9 +439,7 @@ def _has_weights(folder: Path) -> bool:
 def _refusal(
     error: Exception, place: _Place, name: str, what: str, missing: str
 ) -> CheckpointError:
-    """The error for a user, of what the hub's client has raised; `missing` is what the cache would
-    have to have.
-    """
+    """The error for a user of what the hub's client raised; `missing` says what the cache lacks."""
     page = f"{constants.ENDPOINT}/{place.repo}"
     if isinstance(error, GatedRepoError):
         return CheckpointError(

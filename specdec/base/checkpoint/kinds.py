@@ -1,6 +1,4 @@
-"""Checkpoints that are something else than what was asked for: adapters, MLX, folders of variants.
-Each is told in a line.
-"""
+"""Checkpoints that are something else than what was asked for: adapters, MLX, variants."""
 
 import logging
 from collections.abc import Mapping
@@ -65,9 +63,7 @@ def check_entries(entries: Mapping[str, Any], name: str | Path, what: str) -> No
 
 
 def missing_config(name: str | Path, what: str) -> CheckpointError:
-    """The error of a checkpoint without config.json: what it is instead,
-    as far as its files tell.
-    """
+    """The error of a checkpoint without config.json: what it is instead, as its files tell."""
     files = files_of(name)
     variants = sorted({file.rpartition("/")[0] for file in files if file.endswith(f"/{CONFIG}")})
     if ADAPTER in files:

@@ -1,6 +1,4 @@
-"""The weights of a local checkpoint, target or drafter: safetensors or pickles, from which tensors
-are read one by one.
-"""
+"""The weights of a local checkpoint: safetensors or pickles, read tensor by tensor."""
 
 import os
 import re
@@ -17,9 +15,7 @@ from specdec.base.errors import CheckpointError, one_line
 from specdec.base.files import check_file, parse_json
 
 _KINDS = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
-"""Endings of files of weights, those that are taken first before others, and how a file alone is
-called.
-"""
+"""Endings of files of weights, the preferred first, and the name of a file alone."""
 
 INDEXES = tuple(f"{single}.index.json" for single in _KINDS.values())
 """Names of files that say which file has which tensor."""
@@ -29,9 +25,7 @@ _PICKLES = (".bin", ".pt", ".pth")
 _OTHERS = re.compile(
     r"(adapter_|consolidated|training_args|optimizer|scheduler|random_states|rng_state)"
 )
-"""How files begin that have such an ending and are no weights of the model, or its weights a second
-time.
-"""
+"""How files begin that have such an ending and are not, or not only here, the model's weights."""
 
 _PART = re.compile(r"-(\d+)-of-(\d+)(?!\d)")
 """In the name of a shard: its number, and how many there are."""
@@ -173,9 +167,7 @@ def _opened(path: Path) -> Any:
 
 
 class _Pickle:
-    """A pickled dictionary of tensors behind the methods of a safetensors file that `TensorFiles`
-    calls.
-    """
+    """A pickled dictionary of tensors behind the methods of a safetensors file in use here."""
 
     def __init__(self, path: Path) -> None:
         content = read_pickle(path)
@@ -245,9 +237,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def _announced(files: Iterable[str]) -> list[str]:
-    """Shards that are not there and that the names of others tell of, as the first of
-    "model-00002-of-00002.safetensors".
-    """
+    """Shards that are missing by the names of others, as of "model-00002-of-00002.safetensors"."""
     shards: dict[tuple[str, str, str], list[str]] = {}
     for file in files:
         if part := _PART.search(file):

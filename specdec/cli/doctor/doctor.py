@@ -51,9 +51,7 @@ _LATENT = {
     "v_head_dim": 128,
 }  # fmt: skip
 _INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
-"""What is asked about when nothing is said, under the names of the options: latent attention as in
-DeepSeek-V3.2.
-"""
+"""What is asked about when nothing is said, by option; latent attention as in DeepSeek-V3.2."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -263,9 +261,7 @@ def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) 
 
 
 def aiter_warnings() -> list[str]:
-    """What is wrong or unusual with the AITER installed here, whether or not this machine could use
-    it.
-    """
+    """What is wrong or unusual with the AITER installed here, of use to this machine or not."""
     from specdec.kernels.aiter import (
         newer_than_checked,
         unavailable_reasons,
@@ -287,9 +283,7 @@ def environment_lines() -> list[str]:
 
 
 def _package_version(name: str) -> str:
-    """Version of a distribution; of Triton also under the names that it has in ROCm builds of
-    torch.
-    """
+    """Version of a distribution; of Triton also under its names in ROCm builds of torch."""
     for distribution in _TRITON if name == "triton" else (name,):
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(distribution)

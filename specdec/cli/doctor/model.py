@@ -1,6 +1,4 @@
-"""`specdec doctor --model`: whether a target, with a drafter, would run here, and what it takes,
-from config files alone.
-"""
+"""`specdec doctor --model`: whether a target and a drafter would run here, from configs alone."""
 
 from __future__ import annotations
 

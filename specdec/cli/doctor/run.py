@@ -1,6 +1,4 @@
-"""`specdec doctor --run`: every kind of kernel once at tiny size, with its error, what is allowed,
-and the time.
-"""
+"""`specdec doctor --run`: every kind of kernel once at tiny size, with error and time."""
 
 from collections.abc import Iterator
 from dataclasses import replace

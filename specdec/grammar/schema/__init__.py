@@ -1,3 +1,1 @@
-"""JSON schemas and patterns, checked and put into the compiler's words. The makers of grammars ask
-it.
-"""
+"""JSON schemas and patterns, checked and put into the compiler's words for makers of grammars."""

@@ -1,6 +1,4 @@
-"""The arguments of a function, for models that write them one by one: texts as they are, everything
-else as JSON.
-"""
+"""Arguments of a function that are written one by one: texts as they are, others as JSON."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ class Argument:
 
     @property
     def text(self) -> Text | None:
-        """What it may be beside any text; None where it may be any, or where that is not held
-        to.
-        """
+        """What it may be beside any text; None where it may be any, or is not held to."""
         leaf = self._leaves[0] if len(self._leaves) == 1 else None
         if not self.is_text or not isinstance(leaf, Mapping):
             return None

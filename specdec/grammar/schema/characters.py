@@ -21,9 +21,7 @@ NOT_TEXT: Ranges = ((0, 0), (0xD800, 0xDFFF))
 """NUL, which the grammar library cannot write, and halves of characters."""
 
 LOOKED_AT = 0x20000
-"""Characters whose class is asked of Python one by one. Those that follow are ideographs, or
-nothing yet.
-"""
+"""Characters whose class is asked of Python; behind them are ideographs, or nothing yet."""
 
 ECMA_SPACES = "\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff" + "".join(
     map(chr, range(0x2000, 0x200B))
@@ -106,9 +104,7 @@ class Characters:
 
 @cache
 def named(letter: str) -> Characters:
-    """The class of an escape: d, w or s, or in capitals its inverse;
-    "." is what a dot stands for.
-    """
+    """The class of an escape: d, w or s, or in capitals its inverse; or of "." a dot's."""
     if letter in "DWS":
         return named(letter.lower()).inverse
     if letter == ".":

@@ -1,6 +1,4 @@
-"""The form of a JSON schema's keywords: what the metaschema of draft 2020-12 asks of them, and what
-fits a machine's numbers.
-"""
+"""The form of a JSON schema's keywords: the metaschema of draft 2020-12, and machine numbers."""
 
 from __future__ import annotations
 
@@ -181,9 +179,7 @@ def rows_of(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The properties of an object by name, with those that are required and not listed: they are
-    like any further one.
-    """
+    """The properties of an object by name; required ones that are not listed are further ones."""
     named: dict[str, Any] = dict(schema.get("properties", {}))
     further = schema.get("additionalProperties", schema.get("unevaluatedProperties", True))
     return named | {name: further for name in schema.get("required", ()) if name not in named}

@@ -81,9 +81,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """What two parts match, or the second alone and not the first; made of a lookahead by
-    `specdec.grammar.settle`.
-    """
+    """What two parts match, or the second alone; `specdec.grammar.settle` makes it."""
 
     first: Node
     wanted: bool

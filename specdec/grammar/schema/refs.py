@@ -1,6 +1,4 @@
-"""References within a JSON schema: where they lead, whether they ever end, and what can be told of
-a schema through them.
-"""
+"""References within a JSON schema: where they lead, and what can be told through them."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ class Root:
         return self._malformed[id(schema)]
 
     def leaves(self, schema: Any, seen: set[str] | None = None) -> Iterator[Any]:
-        """The schemas that a schema chooses from, through references, each followed once; itself
-        where it does not.
-        """
+        """The schemas that a schema chooses from, through references, or the schema itself."""
         self._compares()
         seen = set() if seen is None else seen
         if isinstance(schema, Mapping) and not self.malformed(schema):
@@ -117,17 +113,13 @@ class Root:
         return True
 
     def loops(self, references: Iterable[str]) -> bool:
-        """Whether one of some references comes back to itself before anything is said of a
-        value.
-        """
+        """Whether a reference comes back to itself before anything is said of a value."""
         some = set(references)
         left = {one: some.intersection(_direct(self.target(one))) for one in references}
         return bool(self._left(left, lambda one, known: left[one] <= known))
 
     def finite(self, references: Iterable[str]) -> bool:
-        """Whether a value of finite size can fit the whole: a least fixed point over all its
-        references.
-        """
+        """Whether a value of finite size can fit the whole: a least fixed point over references."""
         left = {one: self.target(one) for one in references}
         known = left.keys() - self._left(left, lambda one, known: self._finite(left[one], known))
         return self._finite(self._schema, known)
@@ -176,9 +168,7 @@ class Root:
         )
 
     def _one_tag(self, leaves: list[tuple[int, Any]]) -> bool:
-        """Whether objects, each with the number of its option, are told apart by the constants of
-        one property.
-        """
+        """Whether objects of numbered options are told apart by the constants of one property."""
         if any(_kinds(leaf) != {"object"} for _, leaf in leaves):
             return False
         names = set.intersection(*(set(leaf.get("required", ())) for _, leaf in leaves))
@@ -237,9 +227,7 @@ class Root:
         return None if plain is None else [json.dumps(value, sort_keys=True) for value in plain]
 
     def _finite(self, schema: Any, known: set[str]) -> bool:
-        """Whether a value of finite size fits a schema, given the references of which that is
-        known.
-        """
+        """Whether a value of finite size fits a schema, given references of which that is known."""
         self._compares()
         if not isinstance(schema, Mapping):
             return schema is not False

@@ -132,9 +132,7 @@ def plain_candidates(
 
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Columns int64 and log-probabilities float32 [rows, count] of the highest of float32 [rows,
-    V].
-    """
+    """Columns int64 and log-probabilities float32 [rows, count] of the highest of [rows, V]."""
     # `max` gives of equal ones the first, too.
     columns = (
         scores.max(dim=-1, keepdim=True).indices if count == 1 else highest_columns(scores, count)
@@ -144,9 +142,7 @@ def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def highest_columns(scores: Tensor, count: int) -> Tensor:
-    """Columns int64 [rows, count] of the highest of float32 [rows, V], of equal ones the first; a
-    NaN counts as infinite.
-    """
+    """Columns int64 [rows, count] of the highest of float32 [rows, V]; a NaN counts as infinite."""
     # They lie in as many groups of columns, those of the highest maxima: the maximum of any other
     # comes after one of each.
     spare = -scores.shape[-1] % _GROUP

@@ -155,9 +155,7 @@ class _Rows(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _rows(widths: tuple[int, ...], num_nodes: int, device: torch.device) -> _Rows:
-    """Rows of levels of so many paths; made once, since on a CPU many small operations are what a
-    tree costs.
-    """
+    """Rows of levels of so many paths, made once: on a CPU they are a tree's cost."""
     firsts = accumulate((1, *widths), initial=0)
     levels = [
         torch.full((width,), first, device=device)
@@ -174,9 +172,7 @@ def _rows(widths: tuple[int, ...], num_nodes: int, device: torch.device) -> _Row
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
-    """See `DraftTree.ancestors`; of drafts whose `parents` int64 [num_reqs, N] come before them, in
-    paths of at most `depth`.
-    """
+    """See `DraftTree.ancestors`; `parents` int64 [num_reqs, N], paths up to `depth`."""
     above = F.pad(
         torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device), (1, 0)
     )
@@ -233,9 +229,7 @@ def _followed(
 
 
 def check_trees(device: torch.device) -> Deviation:
-    """Trees with many equal scores, and conditional ones; drafts that the target mostly agrees
-    with.
-    """
+    """Trees with many equal scores, and conditional ones; the target mostly agrees with drafts."""
     from specdec.sampling.trees import triton_trees
 
     generator = torch.Generator().manual_seed(0)

@@ -142,9 +142,7 @@ def _plain_union(
 
 
 def _paths(drafts: ScoredDrafts, depth: int) -> Tensor:
-    """The tokens from the anchor to each draft, int64 [num_reqs, N, depth], then -1; only that
-    where a draft does not count.
-    """
+    """The tokens from the anchor to each draft that counts, int64 [num_reqs, N, depth], then -1."""
     tree, tokens = drafts.tree, drafts.token_ids
     nodes = torch.arange(tokens.shape[1], device=tokens.device)
     above = (tree.ancestors[:, :, None] >> nodes) & 1 == 1  # [num_reqs, draft, one on its path]

@@ -21,9 +21,7 @@ from specdec.sampling.triton_sampler import gumbel, noise_bits
 
 MAX_CANDIDATES = 64
 GROUP = 64
-"""Columns: with more of them a row's program would have more tokens to compare, with fewer more
-groups.
-"""
+"""Columns: more mean more tokens to compare in a row's program, fewer more groups."""
 
 _LEAST = tl.constexpr(-(2**63))
 _LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)

@@ -23,9 +23,7 @@ _LEAST = tl.constexpr(-(2**63))
 
 @triton.jit
 def _children(row: tl.tensor, before: tl.tensor, who: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Keys of the candidates behind a draft whose sum is `before`; `who` says the rest of them, see
-    `_best_first_kernel`.
-    """
+    """Keys of the candidates behind a draft whose sum is `before`; see `_best_first_kernel`."""
     child = tl.arange(0, triton.next_power_of_2(COUNT))
     exists = child < COUNT
     score = before + tl.load(row + child, mask=exists, other=0.0)

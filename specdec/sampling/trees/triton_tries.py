@@ -30,9 +30,7 @@ def _turns(depth: int) -> int:
 
 @triton.jit
 def _followed(sums: tl.tensor, before: tl.tensor, TURNS: tl.constexpr) -> tl.tensor:
-    """Sums along the paths to entries [N], each with the number of the one before it, from 1 on; 0
-    for none.
-    """
+    """Sums along the paths to entries [N], each with the number of the one before, 0 for none."""
     for _ in tl.static_range(TURNS):
         place = tl.maximum(before - 1, 0)
         sums += tl.where(before > 0, tl.gather(sums, place, 0), 0)
@@ -55,9 +53,7 @@ def _store_best(
     DEPTH: tl.constexpr,
     LOGARITHMS: tl.constexpr,  # scores become them
 ) -> None:
-    """Writes parents, depths, ancestors, ranks and tokens of the best entries, their scores, and
-    how many there are.
-    """
+    """Writes parents, depths, ancestors, ranks, tokens and scores of the best, and their number."""
     MOST: tl.constexpr = max(2, triton.next_power_of_2(NODES))  # one would be no vector
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, MOST)
@@ -150,9 +146,7 @@ def _trie_kernel(
 
 @triton.jit
 def _mixed(token: tl.tensor, depth: tl.tensor) -> tl.tensor:
-    """int64 that no other token or depth has: the finalizer of MurmurHash3 (public domain) is a
-    permutation.
-    """
+    """int64 that no other token or depth has, by MurmurHash3's finalizer (public domain)."""
     x = ((token << 16) | depth).to(tl.uint64)
     x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
     x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
@@ -172,9 +166,7 @@ def _tree(
     SIZE: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> tl.tuple:
-    """Which drafts of a tree count [SIZE], their tokens, parents and depths, their scores, and sums
-    that tell their paths.
-    """
+    """Which drafts of a tree count [SIZE], their tokens, parents, depths, scores and path sums."""
     node = tl.arange(0, SIZE)
     within, place = node < NODES, request * NODES + node
     token = tl.load(tokens + place, mask=within, other=0)

@@ -59,9 +59,7 @@ class Answer:
     def choice(
         self, result: GenerationResult, index: int, first: GenerationResult
     ) -> dict[str, Any]:
-        """An output as a whole; `first` is that of the same prompt that has its
-        log-probabilities.
-        """
+        """An output as a whole; `first`, of the same prompt, has the prompt's log-probabilities."""
         raise NotImplementedError
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -146,9 +144,7 @@ class Answer:
         return before + escaped(encode_basestring(text)).encode(errors="replace") + after
 
     def events(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
-        """Events of what came: none where it shows nothing yet, and one more at the end of an
-        output.
-        """
+        """Events of what came: none where it shows nothing, one more at an output's end."""
         self._counts[chunk.index] += len(chunk.token_ids)
         for change in self.changes(self.shown(chunk)):
             yield self._event([{"index": chunk.index, **change, "finish_reason": None}])

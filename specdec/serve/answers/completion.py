@@ -13,9 +13,7 @@ from specdec.session.outputs import GenerationResult, StreamChunk
 
 
 class Completion(Answer):
-    """See `Answer`. `echoes` are the texts of the prompts where the request wants them before its
-    outputs.
-    """
+    """See `Answer`. `echoes` are texts of prompts, where the request wants them before outputs."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
@@ -79,9 +77,7 @@ class Completion(Answer):
     def _tops(
         self, tokens: Sequence[int], values: Sequence[float | None], tops: Sequence[Top | None]
     ) -> Iterator[dict[str, float] | None]:
-        """By text, where of tokens that read alike the likeliest counts; the token itself is among
-        them.
-        """
+        """By text; of tokens that read alike the likeliest counts, the token's own too."""
         for place, (token, value) in enumerate(zip(tokens, values, strict=True)):
             top = tops[place] if place < len(tops) else None
             if value is None:
@@ -93,8 +89,6 @@ class Completion(Answer):
             yield named
 
     def _name(self, token: int) -> str:
-        """Unlike in chats, of parts of characters their bytes: likely tokens are told apart by
-        their names.
-        """
+        """Parts of characters by their bytes, unlike in chats: names tell likely tokens apart."""
         name = self.name if self.asked.return_tokens_as_token_ids else self.tokens.name
         return name(token)

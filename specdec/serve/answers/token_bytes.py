@@ -1,6 +1,4 @@
-"""The bytes that tokens stand for, which text alone does not tell of those that are part of a
-character.
-"""
+"""The bytes that tokens stand for, which text does not tell of parts of a character."""
 
 from __future__ import annotations
 

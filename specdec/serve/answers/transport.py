@@ -23,9 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Json(JSONResponse):
-    """An answer. Half of a surrogate pair has no UTF-8, and is in what JSON or the name of a file
-    may hold and an answer repeats.
-    """
+    """An answer; half of a surrogate pair, which it may repeat, is replaced."""
 
     def render(self, content: Any) -> bytes:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -56,9 +54,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class Defects:
-    """Answers where the application fails, with a traceback in the log alone: the connection serves
-    the next request.
-    """
+    """Answers where the application fails, with a traceback in the log; the connection goes on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

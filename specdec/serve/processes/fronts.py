@@ -37,9 +37,7 @@ _ALONE |= {"MALLOC_ARENA_MAX": "2"}
 
 
 def updates_of(decoder: SpecDecoder, config: ServeConfig) -> Callable[[str], None] | None:
-    """What has the checkpoint of a name draft, if clients may ask for that: one in the folder that
-    the config names.
-    """
+    """What has a checkpoint of the config's folder draft, by name, if clients may ask for that."""
     if config.drafter_updates is None:
         return None
     folder = user_path(config.drafter_updates).resolve()

@@ -35,9 +35,7 @@ class Setup:
     drafter: str | None = None
 
     def message(self) -> tuple[str, bytes]:
-        """What a front is sent first. A pickle is code: no other message is one, and none that a
-        front sends.
-        """
+        """What a front is sent first. A pickle is code, so no other message is one."""
         return "setup", pickle.dumps(self)
 
     @classmethod
@@ -88,9 +86,7 @@ class Setup:
 
 
 def last_part(name: str) -> str:
-    """The last part of a folder's path; any other name as it is. Bytes that are no text become
-    question marks.
-    """
+    """The last part of a folder's path, or the name; no text becomes question marks."""
     path = user_path(name)
     found = path.resolve().name or name if path.exists() else name
     return found.encode(errors="replace").decode()

@@ -87,9 +87,7 @@ class Remote:
         stream: Stream,
         parted: bool = False,
     ) -> Handle:
-        """Queues a request; see `Session.submit`. Its text is `parted` into thinking and answer,
-        where the target thinks.
-        """
+        """Queues a request; see `Session.submit`. `parted` tells thinking and answer apart."""
         if self._loop is None:
             raise CapacityError("the engine has ended")
         request = self.admission.new_request(prompt_token_ids, sampling)
