@@ -35,6 +35,7 @@ from triton.runtime import driver
 
 from specdec.base.files import parse_json
 from specdec.base.writing import write_text
+from specdec.kernels.looking import Looking
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +73,12 @@ class CompileAhead:
         for table, _ in self._compiled:
             table.clear()
         self._harmless.__enter__()
+        Looking.now = Looking()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Launches are launched again; what was left out may still be compiling, see `wait`."""
+        Looking.now = None
         self._harmless.__exit__(None, None, None)
         knobs.runtime.jit_cache_hook = self._hook_before
         for table, key in self._left_out:

@@ -4,13 +4,14 @@ their families.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
+from specdec.kernels.looking import Looking
 from specdec.layers.attention import Attention, Rows
 from specdec.layers.layer_inputs import InputGate
 from specdec.layers.linear import Linear
@@ -65,6 +66,23 @@ class DecoderLayer:
         return *convolution, *attention, *output, *rest
 
 
+class _Place(NamedTuple):
+    """A layer among others.
+
+    Attributes:
+        attention_join, mlp_join, gate_join: how what its sublayers put out joins the stream.
+        second, following: weights that a kernel may ask for ahead: of what comes after its
+            attention, and of the next layer's first sublayer; None behind the last layer.
+    """
+
+    layer: DecoderLayer
+    attention_join: Join
+    mlp_join: Join
+    gate_join: Join
+    second: Linear | None
+    following: Linear | None
+
+
 class Decoder:
     """Layers, and the norm after them.
 
@@ -89,23 +107,23 @@ class Decoder:
         self._ropes = {attention.rope for attention in attentions if attention.rope is not None}
         # The norm after a layer is the one that the next layer, or the head, begins with.
         next_norms = [*(layer.first_norm for layer in self.layers[1:]), final_norm]
-        self._attention_joins, self._mlp_joins = list[Join](), list[Join]()
-        self._gate_joins = list[Join]()
-        for layer, norm in zip(self.layers, next_norms, strict=True):
+        next_weights = [*(layer.linears[0] for layer in self.layers[1:]), None]
+        self._places = list[_Place]()
+        for layer, norm, following in zip(self.layers, next_norms, next_weights, strict=True):
             within = norm if layer.mlp is None else layer.mlp_norm
-            self._attention_joins.append(Join(within, layer.attention_norm, residual_scale))
             after = None if layer.input_gate is None else layer.input_gate.norm
             last = Join(norm, after or layer.output_norm, residual_scale, layer.factor)
             before = Join(None, layer.output_norm, residual_scale)
-            self._mlp_joins.append(last if after is None else before)
-            self._gate_joins.append(last)
-        # Weights that a kernel may ask for ahead: of a layer's first sublayer, and of what comes
-        # after its attention.
-        self._first_weights = [layer.linears[0] for layer in self.layers] + [None]
-        self._second_weights = [
-            after if layer.mlp is None else layer.mlp.linears[0]
-            for layer, after in zip(self.layers, self._first_weights[1:], strict=True)
-        ]
+            self._places.append(
+                _Place(
+                    layer,
+                    Join(within, layer.attention_norm, residual_scale),
+                    last if after is None else before,
+                    last,
+                    following if layer.mlp is None else layer.mlp.linears[0],
+                    following,
+                )
+            )
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +139,7 @@ class Decoder:
 
     def keep_layers(self, count: int) -> None:
         """Drops the layers from `count` on; what comes after the norm means nothing any more."""
-        del self.layers[count:]
+        del self.layers[count:], self._places[count:]
 
     def angles(
         self, position_ids: Tensor, dtype: torch.dtype, rope_lens: Tensor | None = None
@@ -162,33 +180,54 @@ class Decoder:
         shared = {EMBEDDINGS: hidden if embeddings is None else embeddings}
         first, normed = self.layers[0].first_norm, hidden
         if first is not None:
-            normed = ops.norm(hidden, first, self._first_weights[0])
-        for index, layer in enumerate(self.layers):
-            following = self._first_weights[index + 1]
-            if layer.attention is not None and layer.output is not None:
-                rows = Rows(backends[index], caches[index], plans[index], angles, shared)
-                join, second = self._attention_joins[index], self._second_weights[index]
-                if (convolution := layer.convolution) is not None:
-                    dynamic = ops.project(convolution.projection, normed)
-                    given = ops.mix_rows(normed, dynamic, convolution, 0)
-                    attended = layer.attention(ops, given, rows, layer.output)
-                    output = ops.project(layer.output, attended)
-                    output = ops.mix_rows(output, dynamic, convolution, 1)
-                    normed, residual = ops.add(output, residual, join, second)
-                else:
-                    attended = layer.attention(ops, normed, rows, layer.output)
-                    if keep is not None and following is None:
-                        attended, residual, keep = keep(attended), keep(residual), None
-                    normed, residual = ops.project_add(
-                        layer.output, attended, residual, join, second
-                    )
-            if layer.mlp is not None:
-                join = self._mlp_joins[index]
-                normed, residual = layer.mlp(ops, normed, residual, join, following)
-            if layer.input_gate is not None and inputs is not None:
-                normed, residual = layer.input_gate(
-                    ops, residual, inputs[:, index], self._gate_joins[index], following
-                )
+            normed = ops.norm(hidden, first, self._places[0].layer.linears[0])
+        run = _run if Looking.now is None else Looking.now.forward(_run)
+        given = zip(self._places, backends, caches, plans, strict=False)
+        for index, (place, backend, cache, plan) in enumerate(given):
+            drops = keep if place.following is None else None
+            own = None if inputs is None else inputs[:, index]
+            layer = ops, place, backend, cache
+            normed, residual, shared, kept = run(
+                layer, plan, angles, shared, normed, residual, drops, own
+            )
+            keep = None if kept else keep
             if index in taps:
                 tapped[index] = residual
         return normed if keep is None else keep(normed), [tapped[index] for index in taps]
+
+
+def _run(
+    lasting: tuple[Ops, _Place, AttentionBackend | MlaBackend, Any],
+    plan: Any,
+    angles: dict[Rope, Angles],
+    shared: dict[str, Tensor],
+    normed: Tensor,
+    residual: Tensor,
+    keep: Callable[[Tensor], Tensor] | None,
+    inputs: Tensor | None,
+) -> tuple[Tensor, Tensor, dict[str, Tensor], bool]:
+    """One layer: what the next is given, the stream, what layers leave for others, and whether only
+    the rows of `keep` are left.
+    """
+    ops, place, backend, cache = lasting
+    layer, following, kept = place.layer, place.following, False
+    if layer.attention is not None and layer.output is not None:
+        rows = Rows(backend, cache, plan, angles, shared)
+        join, second = place.attention_join, place.second
+        if (convolution := layer.convolution) is not None:
+            dynamic = ops.project(convolution.projection, normed)
+            given = ops.mix_rows(normed, dynamic, convolution, 0)
+            attended = layer.attention(ops, given, rows, layer.output)
+            output = ops.project(layer.output, attended)
+            output = ops.mix_rows(output, dynamic, convolution, 1)
+            normed, residual = ops.add(output, residual, join, second)
+        else:
+            attended = layer.attention(ops, normed, rows, layer.output)
+            if keep is not None:
+                attended, residual, kept = keep(attended), keep(residual), True
+            normed, residual = ops.project_add(layer.output, attended, residual, join, second)
+    if layer.mlp is not None:
+        normed, residual = layer.mlp(ops, normed, residual, place.mlp_join, following)
+    if layer.input_gate is not None and inputs is not None:
+        normed, residual = layer.input_gate(ops, residual, inputs, place.gate_join, following)
+    return normed, residual, shared, kept
