@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -39,6 +39,9 @@ from specdec.kernels.looking import Looking
 
 logger = logging.getLogger(__name__)
 
+NICE = 5
+"""By how much processes that compile give way to the one that goes on launching."""
+
 
 class CompileAhead:
     """Notes launches of kernels, and has these compiled; what is launched meanwhile computes
@@ -53,6 +56,7 @@ class CompileAhead:
 
     Attributes:
         kernels: what was left out, as "module:name", with the digest of its source.
+        num_jobs: forms of kernels that were left out, each compiled in the order of their launches.
         failures: one line for each that could not be compiled; its launch will say why.
     """
 
@@ -63,11 +67,22 @@ class CompileAhead:
         self._compiler: subprocess.Popen[str] | None = None
         self._left_out: list[tuple[dict[Any, Any], Any]] = []  # places of stand-ins
         self._compiled: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # what was there before
-        self._num_jobs = 0
+        self.num_jobs = 0
+        self._done = set[int]()
+        self._sender = ThreadPoolExecutor(1)
         self._harmless = _Harmless()
 
     def __enter__(self) -> CompileAhead:
-        """Begins to leave out launches."""
+        """Begins to leave out launches, and starts the processes, which takes them seconds."""
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._compiler = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(self._processes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
         self._compiled = [(table, dict(table)) for table in _tables()]
         self._hook_before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, self._note
         for table, _ in self._compiled:
@@ -88,28 +103,34 @@ class CompileAhead:
             table.update(kernels)
         self._compiled.clear()
 
-    def wait(self, progress: Callable[[int, int], object]) -> None:
-        """Waits until all is compiled; `progress` is told of how many of how many are, as they
-        come.
+    def wait(
+        self, progress: Callable[[int, int], object] | None = None, jobs: int | None = None
+    ) -> None:
+        """Waits until the first `jobs` of `num_jobs` are compiled, or all; `progress` is told of
+        how many of how many are, as they come.
         """
-        if self._compiler is None:
-            return
-        assert self._compiler.stdin and self._compiler.stdout
-        for done in range(self._num_jobs):
-            progress(done, self._num_jobs)
+        jobs = self.num_jobs if jobs is None else jobs
+        while self._compiler and not self._done.issuperset(range(jobs)):
+            if progress:
+                progress(len(self._done), self.num_jobs)
+            assert self._compiler.stdout
             answer = self._compiler.stdout.readline()
             if not answer:  # it has ended; what is left is compiled when it is launched
                 self.failures.append("the compiling processes have ended early")
+                self.close()
                 break
-            if failure := json.loads(answer):
+            job, failure = json.loads(answer)
+            self._done.add(job)
+            if failure:
                 self.failures.append(failure)
-        progress(self._num_jobs, self._num_jobs)
-        self.close()
+        if progress:
+            progress(self.num_jobs, self.num_jobs)
 
     def close(self) -> None:
         """Ends the processes, whatever they are at."""
         if self._compiler is not None:
             os.killpg(self._compiler.pid, signal.SIGKILL)
+            self._sender.shutdown(cancel_futures=True)
             self._compiler.communicate()
             self._compiler = None
 
@@ -126,21 +147,15 @@ class CompileAhead:
             fn.name,
             compile["specialization_data"],
         ]
-        if self._compiler is None:
-            paths = os.pathsep.join(path for path in sys.path if path)
-            self._compiler = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(self._processes)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-                env=os.environ | {"PYTHONPATH": paths},
-            )
-        assert self._compiler.stdin
-        self._num_jobs += 1
-        with suppress(BrokenPipeError):  # `wait` tells
-            print(json.dumps(job), file=self._compiler.stdin, flush=True)
+        self._sender.submit(self._send, json.dumps(job))
+        self.num_jobs += 1
         return True
+
+    def _send(self, job: str) -> None:
+        """In a thread of its own, since the processes read nothing before they have started."""
+        assert self._compiler and self._compiler.stdin
+        with suppress(BrokenPipeError):  # `wait` tells
+            print(job, file=self._compiler.stdin, flush=True)
 
 
 def _tables() -> Iterator[dict[Any, Any]]:
@@ -268,20 +283,23 @@ def _compile(target: list[Any], module: str, name: str, specialization: str) -> 
 
 
 def _main(processes: int) -> None:
-    """Compiles what lines on standard input tell of; answers with a line for each that is done, the
-    reason of one that failed.
+    """Compiles what lines on standard input tell of; answers with a line for each that is done: its
+    number, and the reason of one that failed.
     """
 
-    def done(name: str, job: Future[None]) -> None:
+    def done(number: int, name: str, job: Future[None]) -> None:
         error = job.exception()
-        print(json.dumps(error and f"{name}: {' '.join(str(error).split())[:200]}"), flush=True)
+        failure = error and f"{name}: {' '.join(str(error).split())[:200]}"
+        print(json.dumps([number, failure]), flush=True)
 
+    with suppress(OSError):
+        os.nice(NICE)
     with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
-        for line in sys.stdin:
+        for number, line in enumerate(sys.stdin):
             target, module, name, specialization = json.loads(line)
             import_module(module)  # here, so that who forks from this process has what all import
             job = pool.submit(_compile, target, module, name, specialization)
-            job.add_done_callback(partial(done, name))
+            job.add_done_callback(partial(done, number, name))
         pool.shutdown(cancel_futures=True)  # nobody waits any more
 
 
