@@ -24,7 +24,8 @@ from specdec.base.config import (
 )
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.device.device import resolve_device
-from specdec.engine.capture.warmup import Progress, get_ready
+from specdec.engine.capture.compiled import Progress
+from specdec.engine.capture.warmup import Seconds, get_ready
 from specdec.engine.lockstep import make_engine
 from specdec.model.core import Drafter, Verifier
 from specdec.model.scratch import next_token_logits
@@ -100,9 +101,9 @@ class SpecDecoder:
         """The processes that compute the target together; None where this one does alone."""
         return executor_of(self.verifier)
 
-    def get_ready(self, progress: Progress) -> None:
+    def get_ready(self, progress: Progress) -> Seconds:
         """Compiles and captures what a server may need, see `specdec.engine.capture.warmup`."""
-        get_ready(self.engine, progress)
+        return get_ready(self.engine, progress)
 
     @classmethod
     def from_pretrained(

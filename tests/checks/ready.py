@@ -5,8 +5,9 @@
 For each drafter a process of its own begins with an empty cache of Triton, gets ready as `specdec
 serve` does and answers prompts in three passes; behind the first is a pause, in which what can be
 done ahead is. Then another process begins with the cache that the first has left. Printed are the
-seconds until ready and, of each pass, tokens by half second, the longest time without a token, and
-steps that took over five times the median of their kind.
+seconds until ready, with those of looking what to compile, of waiting for those that compile and of
+capturing; and, of each pass, tokens by half second, the longest time without a token, and steps
+that took over five times the median of their kind.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def measure(args: argparse.Namespace, drafter: str, since: float) -> dict[str, A
     """Gets ready and answers, in this process, which began at `since` by the wall clock."""
     decoder = load_decoder(args, drafter, EngineConfig(max_num_seqs=args.max_num_seqs, seed=0))
     loaded = time.time() - since
-    decoder.get_ready(Phases())
-    found: dict[str, Any] = {"loaded": loaded, "ready": time.time() - since, "passes": []}
+    seconds = decoder.get_ready(Phases())._asdict()
+    ready = time.time() - since
+    found: dict[str, Any] = {"loaded": loaded, "ready": ready, "seconds": seconds, "passes": []}
     files = parse_data(args.data, [args.set], "--set")
     prompts = load_prompt_set(args.set, files=files, limit=args.limit).items
     engine, session = decoder.engine, decoder.session
@@ -144,7 +146,8 @@ def main() -> int:
                 found = child(drafter, cache)
                 state = "nothing compiled" if cold else "all compiled"
                 print(f"{drafter}, {state}: loaded after {found['loaded']:.1f} s,", end=" ")
-                print(f"ready after {found['ready']:.1f} s", flush=True)
+                parts = [f"{took:.1f} s {what}" for what, took in found["seconds"].items()]
+                print(f"ready after {found['ready']:.1f} s ({', '.join(parts)})", flush=True)
                 for number, one in enumerate(found["passes"], start=1):
                     show(number, one)
     return 0

@@ -6,26 +6,25 @@ block, so a context of any length takes no memory. What is compiled or captured 
 host knows: the size of a batch, and bounds on its lengths.
 
 A server gets ready in this way (`get_ready`): all kernels are compiled at once, by processes beside
-this one; then every step that may be chosen is captured for contexts of any length, in a greedy
-batch and in one that samples and filters, which serves all that do less. Shorter contexts, whose
-steps are a little faster, are captured while nobody asks for anything.
+this one. As soon as its own are, every step that may be chosen is captured for contexts of any
+length, in a greedy batch and in one that samples and filters, which serves all that do less.
+Shorter contexts, whose steps are a little faster, are captured while nobody asks for anything.
 """
 
 import logging
-import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
 from specdec.base.blocks import BlockShape
-from specdec.base.errors import one_line
-from specdec.device import self_check
 from specdec.engine.capture.buckets import batches, lengths
+from specdec.engine.capture.compiled import Compiled, Progress
 from specdec.engine.engine import SpecEngine
 from specdec.engine.launch import Launch
 from specdec.engine.policy.shapes import ladder, may_have
@@ -72,9 +71,6 @@ RARE = (
 Bounds = Sequence[int] | None
 """On lengths; None takes all that occur."""
 
-Progress = Callable[[str, int, int], object]
-"""Called with what is being done, and how many of how many are."""
-
 
 @dataclass(frozen=True, slots=True)
 class WarmUpShape:
@@ -119,7 +115,17 @@ def _launch_shape(engine: SpecEngine, sampling: SamplingParams | None, index: in
     warm_up_shapes(engine, sampling)[index].run()
 
 
-def get_ready(engine: SpecEngine, progress: Progress) -> None:
+class Seconds(NamedTuple):
+    """Where the time went until a server was ready: looking what to compile, waiting for those that
+    compile, and capturing, while the others compiled.
+    """
+
+    looking: float = 0.0
+    compiling: float = 0.0
+    capturing: float = 0.0
+
+
+def get_ready(engine: SpecEngine, progress: Progress) -> Seconds:
     """Compiles and captures what a server may need, so that from here on neither holds up a step.
 
     On a CPU without graphs nothing is compiled or captured, and nothing is done.
@@ -129,16 +135,30 @@ def get_ready(engine: SpecEngine, progress: Progress) -> None:
         progress: told how far it is.
     """
     if engine.runner.graphs is None and unavailable_reasons(engine.verifier.device):
-        return
+        return Seconds()
+    began = perf_counter()
     collective_rpc(engine.verifier, _before_serving, engine)
     shapes = ready_shapes(engine)
-    if group_of(engine.verifier) is None:
-        _compile(engine, [*shapes, *idle_shapes(engine), *_rare(engine)], progress)
-    wanted = [index for index, shape in enumerate(shapes) if shape.captured]
-    for done, index in enumerate(wanted, start=1):
-        collective_rpc(engine.verifier, _capture_shape, engine, index)
-        progress("capturing", done, len(wanted))
+    compiled = Compiled(engine, progress)
+    try:
+        if group_of(engine.verifier) is None:
+            every = (*shapes, *idle_shapes(engine), *_rare(engine))
+            compiled.look([(shape.title, shape.eager) for shape in every])
+        looked, wanted = perf_counter(), [n for n, shape in enumerate(shapes) if shape.captured]
+        for done, index in enumerate(wanted, start=1):
+            compiled.wait(index)
+            collective_rpc(engine.verifier, _capture_shape, engine, index)
+            progress("capturing", done, len(wanted))
+        compiled.finish()
+    finally:
+        compiled.close()
     collective_rpc(engine.verifier, _serve, engine)
+    capturing = perf_counter() - looked - compiled.waited
+    seconds = Seconds(looked - began, compiled.waited, capturing)
+    logger.info(
+        "ready: %.1f s looking what to compile, %.1f s compiling, %.1f s capturing", *seconds
+    )
+    return seconds
 
 
 @on_ranks
@@ -215,59 +235,6 @@ def _rare(engine: SpecEngine) -> Iterator[WarmUpShape]:
                 launch = partial(_decode, engine, num_reqs, block, longest, filled, "now")
                 title = f"decode {num_reqs} x {block.rows} rows of rare requests"
                 yield WarmUpShape(title, partial(launch, guided=guided))
-
-
-def _compile(engine: SpecEngine, shapes: Collection[WarmUpShape], progress: Progress) -> None:
-    """Has all kernels compiled that shapes need, unless they were before. What fails is told of in
-    one line, and compiled when it is launched.
-    """
-    device = engine.verifier.device
-    if device.type != "cuda" or torch.version.hip or unavailable_reasons(device):
-        return
-    from specdec.kernels.triton_compile import CompileAhead, is_known, remember  # it imports Triton
-
-    what = _needs(engine)
-    if is_known(what):
-        return
-    ahead = CompileAhead()
-    try:
-        with ahead:
-            for done, shape in enumerate(shapes, start=1):
-                try:
-                    shape.eager()
-                except Exception as error:  # of what computes on nothing
-                    ahead.failures.append(f"{shape.title}: {one_line(error)}")
-                progress("looking what to compile", done, len(shapes))
-        engine.reset()  # what it holds was computed without kernels
-        ahead.wait(partial(progress, "compiling"))
-    finally:
-        ahead.close()
-    if failed := ahead.failures:
-        compiled = "what could not be compiled beforehand is compiled when it is launched"
-        others = f", and {len(failed) - 1} more" if failed[1:] else ""
-        logger.warning("%s: %s%s", compiled, failed[0], others)
-    else:
-        remember(what, ahead.kernels)
-
-
-def _needs(engine: SpecEngine) -> str:
-    """What decides which kernels an engine needs, in words."""
-    target, config = engine.verifier, replace(engine.config, seed=None)
-    drafter: Any = engine.drafter
-    if drafter is not None:
-        drafter = type(drafter), drafter.weight_bytes, drafter.kv_specs, engine.planner.shapes
-    about: tuple[Any, ...] = (
-        os.environ.get(self_check.VARIABLE),
-        target.name,
-        target.weight_bytes,
-        target.dtype,
-        target.kv_specs,
-        type(target.attention),
-        target.attention.spec,
-        drafter,
-        config,
-    )
-    return repr(about)
 
 
 def _filled(engine: SpecEngine, sampling: SamplingParams | None) -> SamplingParams:

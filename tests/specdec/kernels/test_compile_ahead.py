@@ -59,6 +59,7 @@ def test_what_a_launch_needs_is_compiled_elsewhere(monkeypatch: pytest.MonkeyPat
             assert not merge(splits).any(), "it computed nothing, and what it left is no garbage"
     assert list(ahead.kernels) == [KERNEL] and not triton_splits._merge_kernel.device_caches[0][0]
     ahead.wait(lambda *progress: told.append(progress))
+    ahead.close()
     assert told == [(0, 2), (1, 2), (2, 2)]
     # Triton before 3.7 links what launches a kernel.
     assert all("libcuda" in failure for failure in ahead.failures)
@@ -108,9 +109,28 @@ def test_processes_that_end_early_are_not_waited_for(monkeypatch: pytest.MonkeyP
     assert ahead.failures == ["the compiling processes have ended early"] and told[-1] == (1, 1)
 
 
+def test_only_what_was_asked_for_is_waited_for() -> None:
+    """The first jobs, whatever the others are at."""
+    told: list[Any] = []
+    with CompileAhead(1) as ahead:
+        merge(2)
+        first = ahead.num_jobs
+        for splits in (4, 8, 16):
+            merge(splits)
+    assert (first, ahead.num_jobs) == (1, 4)
+    ahead.wait(jobs=first)
+    assert 0 in ahead._done and len(ahead._done) < 4
+    ahead.wait(lambda *progress: told.append(progress))
+    assert told[0][0] < 4 and told[-1] == (4, 4)
+    ahead.wait(jobs=4)
+    ahead.close()
+    ahead.wait(jobs=4)
+
+
 def test_a_kernel_that_does_not_compile_is_told_of() -> None:
     with CompileAhead(1) as ahead:
         sizes = dict(HEAD_DIM=1, SPLITS=3, ROWS=1, BLOCK_D=1, OVERLAP=False)  # noqa: C408
         triton_splits._merge_kernel[(1,)](*[torch.empty(1)] * 3, 1, **sizes)
-    ahead.wait(lambda *progress: None)
+    ahead.wait()
+    ahead.close()
     assert len(ahead.failures) == 1 and ahead.failures[0].startswith("_merge_kernel: ")

@@ -1,6 +1,7 @@
 """Steps that are looked at for the kernels that they launch: one layer of a kind tells of all."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ if find_spec("triton") is None:
 from specdec.attention.triton import fa
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture import prefill_graphs
-from specdec.engine.capture.warmup import ready_shapes
+from specdec.engine.capture.warmup import WarmUpShape, ready_shapes
 from specdec.engine.engine import SpecEngine
 from specdec.kernels.looking import Looking
 from specdec.kernels.triton_compile import CompileAhead
@@ -64,10 +65,11 @@ def small(all_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa.TritonFaBackend, "unsupported_reasons", none)
 
 
-def noted(engine: SpecEngine, *, every_layer: bool) -> Noting:
+def noted(shapes: Sequence[WarmUpShape], *, every_layer: bool = False) -> Noting:
+    """What launches of these shapes need."""
     ahead = Noting(every_layer=every_layer)
     with ahead:
-        for shape in ready_shapes(engine):
+        for shape in shapes:
             shape.eager()
     ahead.close()
     return ahead
@@ -87,7 +89,8 @@ def engine_of(verifier: Verifier, drafter: Drafter | None) -> SpecEngine:
 
 
 def check_alike(engine: SpecEngine) -> None:
-    few, every = (noted(engine, every_layer=layers) for layers in (False, True))
+    shapes = ready_shapes(engine)
+    few, every = (noted(shapes, every_layer=layers) for layers in (False, True))
     assert few.forms == every.forms and len(few.forms) > 10
     assert few.looking.num_left_out > 10 and every.looking.num_left_out == 0
     assert Looking.now is None

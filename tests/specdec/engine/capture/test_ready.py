@@ -7,6 +7,7 @@ launched before compiles.
 
 import random
 from collections.abc import Callable, Hashable
+from itertools import chain
 from socket import socketpair
 from threading import Thread
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import torch
 from drafters.ngram import NGramDrafter
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.capture import buckets, graphs, prefill_graphs, warmup
+from specdec.engine.capture import buckets, compiled, graphs, prefill_graphs, warmup
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.capture.prefill_graphs import PrefillGraphs
 from specdec.engine.capture.warmup import get_ready
@@ -290,8 +291,8 @@ def test_what_cannot_be_looked_at_is_told_of(
     """
     compile_ahead = pytest.importorskip("specdec.kernels.triton_compile")
     noted: list[object] = []
-    monkeypatch.setattr(warmup, "unavailable_reasons", lambda device: [])
-    monkeypatch.setattr(warmup, "_needs", str)
+    monkeypatch.setattr(compiled, "unavailable_reasons", lambda device: [])
+    monkeypatch.setattr(compiled, "needs", str)
     monkeypatch.setattr(compile_ahead, "is_known", lambda what: False)
     monkeypatch.setattr(compile_ahead, "remember", lambda what, kernels: noted.append("known"))
     verifier = SimpleNamespace(device=torch.device("cuda"))
@@ -303,14 +304,20 @@ def test_what_cannot_be_looked_at_is_told_of(
     def launch() -> None:
         noted.append(torch.empty(3).tolist())
 
-    bad, good = warmup.WarmUpShape("odd", fail), warmup.WarmUpShape("even", launch)
-    warmup._compile(engine, [bad, good, bad], lambda *progress: None)
+    def look(*launches: tuple[str, Callable[[], None]]) -> None:
+        ahead = compiled.Compiled(engine, lambda *progress: None)
+        ahead.look(launches)
+        ahead.finish()
+        ahead.close()
+
+    bad, good = ("odd", fail), ("even", launch)
+    look(bad, good, bad)
     assert noted == [[0.0] * 3, "reset"]
     (record,) = caplog.records
     assert record.getMessage().endswith("odd: an index of nothing, and 1 more")
-    warmup._compile(engine, [good], lambda *progress: None)
+    look(good)
     assert noted[2:] == [[0.0] * 3, "reset", "known"] and len(caplog.records) == 1
-    warmup._compile(engine, [bad], lambda *progress: None)
+    look(bad)
     assert caplog.records[1].getMessage().endswith("odd: an index of nothing")
 
 
@@ -323,8 +330,8 @@ def test_other_kernels_are_looked_for_again(
     """What was noted as compiled holds for one backend, one drafter and one choice of kernels."""
     engine = engine_for(outputs, Clock())
     attention = engine.verifier.attention
-    before = warmup._needs(engine)
-    assert before == warmup._needs(engine_for(outputs, Clock()))
+    before = compiled.needs(engine)
+    assert before == compiled.needs(engine_for(outputs, Clock()))
     if what == "attention":
         other = type("Other", (type(attention),), {})(attention.spec)
         monkeypatch.setattr(engine.verifier, "attention", other)
@@ -332,7 +339,7 @@ def test_other_kernels_are_looked_for_again(
         monkeypatch.setattr(NGramDrafter, "weight_bytes", 2**20)
     else:
         monkeypatch.setenv("SPECDEC_KERNELS", "-argmax")
-    assert warmup._needs(engine) != before
+    assert compiled.needs(engine) != before
 
 
 def test_not_too_many_are_captured_beside(
@@ -364,3 +371,29 @@ def test_what_is_rare_can_be_launched(outputs: dict[tuple[int, ...], list[int]])
     assert {plan.logprobs for plan in plans} == {plan.guided for plan in plans} == {False, True}
     assert {plan.penalized and plan.counted and plan.edits > 0 for plan in plans} == {False, True}
     serve(engine, outputs, KINDS[:1], seed=0)
+
+
+def test_a_step_is_captured_as_soon_as_its_kernels_are_there(
+    outputs: dict[tuple[int, ...], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not before, and not when all are; those of nobody's steps are waited for at the end."""
+    clock = Clock()
+    engine = engine_for(outputs, clock)
+    noted: list[tuple[str, int]] = []
+    monkeypatch.setattr(compiled.Compiled, "look", lambda self, all: noted.append(("", len(all))))
+    monkeypatch.setattr(
+        compiled.Compiled, "wait", lambda self, index: noted.append(("wait", index))
+    )
+    monkeypatch.setattr(compiled.Compiled, "finish", lambda self: noted.append(("finish", 0)))
+    monkeypatch.setattr(compiled.Compiled, "close", lambda self: noted.append(("close", 0)))
+    with caplog.at_level("INFO"):
+        seconds = get_ready(engine, lambda title, done, _: noted.append((title, done)))
+    shapes = warmup.ready_shapes(engine)
+    captured = [index for index, shape in enumerate(shapes) if shape.captured]
+    assert noted[0][1] > len(shapes)
+    pairs = ((("wait", index), ("capturing", n)) for n, index in enumerate(captured, start=1))
+    assert noted[1:] == [*chain.from_iterable(pairs), ("finish", 0), ("close", 0)]
+    assert seconds.looking >= 0 and seconds.capturing > 0 == seconds.compiling
+    assert "capturing" in caplog.text
