@@ -67,7 +67,7 @@ class Looking:
             self.num_left_out += 1
             if key not in made:
                 made[key] = _made(self._results[key])
-            return made[key]  # type: ignore[no-any-return]
+            return made[key]
         result = work(lasting, *rest)
         like = _like(result)
         if self._form(_made(like), {}) == self._form(result, {}):
@@ -130,8 +130,9 @@ def _like(result: Any) -> Any:
     def maker(one: Any) -> Any:
         if not isinstance(one, Tensor):
             return one
-        options = {"dtype": one.dtype, "device": one.device}
-        make = partial(torch.empty_strided, one.shape, one.stride(), **options)
+        make = partial(
+            torch.empty_strided, one.shape, one.stride(), dtype=one.dtype, device=one.device
+        )
         return makers.setdefault(id(one), make)
 
     return tree_map(maker, result)

@@ -61,7 +61,7 @@ def small(all_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/true")
     monkeypatch.setattr(prefill_graphs, "MIN_ROWS", 8)
     monkeypatch.setattr(fa, "num_processors", lambda device: 132)
-    none = classmethod(lambda cls, spec: [])
+    none: Any = classmethod(lambda cls, spec: [])
     monkeypatch.setattr(fa.TritonFaBackend, "unsupported_reasons", none)
 
 
@@ -141,7 +141,7 @@ WEIGHT = torch.randn(8, 4)
     [
         (thing(), thing(), True),
         ([thing(), 1], [thing(), 1], True),
-        (partial(around, 1), partial(around, 1), True),
+        (partial(thing, 1), partial(thing, 1), True),
         (thing().__repr__, thing().__repr__, True),
         (thing(), thing(width=4), False),
         (thing(), thing(shape=(6, 4)), False),
@@ -151,7 +151,7 @@ WEIGHT = torch.randn(8, 4)
         (thing(), Thing(3, torch.randn(4, 6).half(), thing().named), False),
         (thing(), Thing(3, torch.randn(4, 6), {"scale": 2.0}), False),
         (1, True, False),
-        (partial(around, 1), partial(around, 2), False),
+        (partial(thing, 1), partial(thing, 2), False),
         (lambda x: x, lambda x: x, False),
         (around(thing()), around(thing()), False),
         (Lock(), Lock(), False),
