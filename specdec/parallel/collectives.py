@@ -18,7 +18,7 @@ def all_reduce(x: Tensor, group: Group | None) -> Tensor:
 
     `x` itself may be overwritten.
     """
-    if group is None:
+    if group is None or not group.takes_part:
         return x
     if group.one_shot is not None and group.one_shot.takes(x):
         return group.one_shot(x)
@@ -41,13 +41,18 @@ def gather_last(x: Tensor, group: Group | None, width: int) -> Tensor:
     """
     if group is None:
         return x
-    whole = torch.cat(gathered(x, group.size, group.device_group).unbind(0), dim=-1)
+    parts = (
+        gathered(x, group.size, group.device_group).unbind(0)
+        if group.takes_part
+        else [x] * group.size
+    )
+    whole = torch.cat(parts, dim=-1)
     return whole if whole.shape[-1] == width else whole[..., :width].contiguous()
 
 
 def broadcast(x: Tensor, group: Group | None) -> Tensor:
     """`x` [...] as rank 0 has it, written over every rank's own."""
-    if group is not None:
+    if group is not None and group.takes_part:
         dist.broadcast(x, group_src=0, group=group.device_group)
     return x
 

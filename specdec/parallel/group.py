@@ -4,6 +4,8 @@ parallel, arXiv 1909.08053).
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -37,6 +39,7 @@ class Group:
             that the backend likes.
         one_shot: adds small messages up in one kernel, in order; None where the backend alone adds.
         begun: the device group is ours; else the program made it.
+        takes_part: exchanges on the device happen; see `alone`.
         rows: memory for sums within norms, by width and type of a row; see
             `specdec.layers.ops.exchange.shared_rows`.
     """
@@ -48,6 +51,7 @@ class Group:
     ordered: bool = False
     one_shot: OneShot | None = None
     begun: bool = False
+    takes_part: bool = True
     rows: dict[tuple[int, torch.dtype], Any] = field(default_factory=dict)
 
     def least(self, number: int) -> int:
@@ -55,6 +59,17 @@ class Group:
         said = torch.tensor(number)
         dist.all_reduce(said, dist.ReduceOp.MIN, group=self.host_group)
         return int(said)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """This rank launches without the others: what it would exchange on the device stays its
+        own, so results are wrong, and only what was launched is of use.
+        """
+        self.takes_part = False
+        try:
+            yield
+        finally:
+            self.takes_part = True
 
     def shard(self, count: int) -> range:
         """Which of `count` things, neighbors that `size` divides, are this rank's."""

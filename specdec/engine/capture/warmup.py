@@ -13,7 +13,7 @@ Shorter contexts, whose steps are a little faster, are captured while nobody ask
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -136,13 +136,13 @@ def get_ready(engine: SpecEngine, progress: Progress) -> Seconds:
     """
     if engine.runner.graphs is None and unavailable_reasons(engine.verifier.device):
         return Seconds()
-    began = perf_counter()
+    began, group = perf_counter(), group_of(engine.verifier)
     collective_rpc(engine.verifier, _before_serving, engine)
     shapes = ready_shapes(engine)
     compiled = Compiled(engine, progress)
     try:
-        if group_of(engine.verifier) is None:
-            every = (*shapes, *idle_shapes(engine), *_rare(engine))
+        every = (*shapes, *idle_shapes(engine), *_rare(engine))
+        with group.alone() if group else nullcontext():
             compiled.look([(shape.title, shape.eager) for shape in every])
         looked, wanted = perf_counter(), [n for n, shape in enumerate(shapes) if shape.captured]
         for done, index in enumerate(wanted, start=1):

@@ -5,6 +5,7 @@ of two has no order.
 from dataclasses import replace
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -56,6 +57,18 @@ def gathered(group: Group) -> tuple[Tensor, Tensor, bool, bool]:
         all_agree(True, group),
         all_agree(group.rank != 2, group),
     )
+
+
+def test_a_rank_that_launches_alone_keeps_its_own() -> None:
+    """In the shapes of what it would get; there is nobody to exchange with."""
+    group = Group(rank=0, size=RANKS, device_group=None, host_group=None)
+    own = torch.arange(6).view(2, 3)
+    with group.alone():
+        assert all_reduce(own, group) is own and broadcast(own, group) is own
+        assert all_reduce(own, replace(group, ordered=True)) is own
+        assert gather_last(own, group, 3 * RANKS - 1).shape == (2, 3 * RANKS - 1)
+    with pytest.raises((ValueError, RuntimeError, AttributeError)):
+        broadcast(own, group)
 
 
 class FewRows(DenseLinear):

@@ -29,6 +29,7 @@ from specdec.engine.launch import Launch
 from specdec.engine.policy.timing import StepClock
 from specdec.engine.requests.request import Request
 from specdec.model.batch import DecodeBatch
+from specdec.parallel.group import Group
 from specdec.sampling.params import SamplingParams
 from specdec.session.link import hub
 from specdec.session.session import Session
@@ -169,6 +170,26 @@ def test_nothing_holds_up_a_step(outputs: dict[tuple[int, ...], list[int]], seed
             assert output[: len(expected)] == expected[: len(output)]
     assert clock.now == ready
     assert {shape.drafts > 0 for shape in engine.timer.steps_by_shape} == {False, True}
+
+
+def test_a_rank_looks_alone(
+    outputs: dict[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks launch nothing then, so nothing is exchanged; they take part in captures."""
+    group, taking_part = Group(0, 2, None, None), list[tuple[str, bool]]()
+    engine = engine_for(outputs, Clock())
+    monkeypatch.setattr(warmup, "group_of", lambda _: group)
+    monkeypatch.setattr(
+        warmup.Compiled, "look", lambda *_: taking_part.append(("look", group.takes_part))
+    )
+    monkeypatch.setattr(
+        warmup,
+        "collective_rpc",
+        lambda _, work, *__: taking_part.append((work.__name__, group.takes_part)),
+    )
+    get_ready(engine, lambda *progress: None)
+    assert ("look", False) in taking_part and ("_capture_shape", True) in taking_part
+    assert [kind for kind, takes_part in taking_part if not takes_part] == ["look"]
 
 
 def test_without_getting_ready_steps_are_held_up(outputs: dict[tuple[int, ...], list[int]]) -> None:
