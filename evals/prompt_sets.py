@@ -157,8 +157,6 @@ def load_prompt_set(
         name: one of `SET_NAMES`, or any name that `files` has.
         files: local JSONL file by name of the set. Rows of a user's own set have `turns` (a list),
             `messages`, `prompt`, `question` or `problem`, and perhaps `answer` and `category`.
-        limit: only the first rows.
-        per_category: only the first rows of every category.
 
     Raises:
         InvalidInputError: an unknown name (the message has near ones), a missing or malformed file,
@@ -212,9 +210,7 @@ def parse_data(pairs: Sequence[str], names: Sequence[str], option: str) -> dict[
     """`NAME=FILE` options as a table.
 
     Args:
-        pairs: as given.
         names: what is asked for with `option`; others need no file.
-        option: for messages.
 
     Raises:
         InvalidInputError: not of that form, or a name that is not asked for.

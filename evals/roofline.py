@@ -43,9 +43,7 @@ def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> 
     Of routed experts this is an expectation, see `RoutedExperts.expected`.
 
     Args:
-        engine: target, drafter and cache.
         k: drafts per step, so that a request has k + 1 rows; with 0 the drafter only takes notes.
-        num_reqs: requests in the batch.
         context: cached tokens per request, on average.
     """
     verifier, drafter = engine.verifier, engine.drafter if k else None
@@ -75,10 +73,8 @@ def bound(
     every step.
 
     Args:
-        engine: see `step_bytes`.
         bandwidth: bytes per second.
         tau: tokens per verify step of one request.
-        num_reqs: requests at once.
         context: cached tokens per request, on average.
     """
     k = engine.planner.shapes[-1].drafts

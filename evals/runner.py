@@ -90,11 +90,8 @@ def run_set(
     the next turn are outside it.
 
     Args:
-        decoder: target and drafter, and the tokenizer.
-        prompts: what to ask.
         sampling: how to decode; item `i` uses `sampling.seed + i`.
         raw: continue the text as it is, without the chat template; later turns are then left out.
-        on_turn: shows progress.
         generate: another system to decode with; None takes the decoder's own.
 
     Raises:

@@ -124,8 +124,6 @@ class ClusterSystem:
     """Engines of a cluster; seconds are those of all of them together.
 
     Args:
-        pool: the engines.
-        reader: of the target's prompts.
         origin: what every engine has to say of itself; another one's answers are refused.
     """
 

@@ -72,12 +72,6 @@ def evaluate(
 
     With a folder, every finished sample is stored at once; a run that died goes on there.
 
-    Args:
-        system: target and drafter.
-        drafter: its name, for the journals.
-        config: what is evaluated.
-        provenance: goes into the report.
-
     Raises:
         SpecDecError: an unknown task, bad data, a limit too large, other settings than those of the
             journals.

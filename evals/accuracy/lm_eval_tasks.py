@@ -33,8 +33,6 @@ class Tasks:
         names: tasks, groups or tags that generate, or "bundled".
         data: by task, a folder with one `<split>.jsonl` per split, or a JSONL file that is split
             `test`. Prompt, choice of few-shot examples and filters stay lm-eval's.
-        limit: samples per task.
-        folder: for files that lm-eval wants to read.
 
     Raises:
         InvalidInputError: an unknown name (the message has near ones), missing or malformed data, a

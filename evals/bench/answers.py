@@ -66,13 +66,7 @@ def by_task(
 def task_mean(
     tasks: Sequence[Mapping[str, Any]], columns: Mapping[str, Sequence[int]], prompts: PromptSet
 ) -> dict[str, Any] | None:
-    """The mean of tasks' figures, each task weighing the same; None for fewer than two tasks.
-
-    Args:
-        tasks: what `by_task` gives.
-        columns: what `columns_of` gives.
-        prompts: the set.
-    """
+    """The mean of tasks' figures, each task weighing the same; None for fewer than two tasks."""
     if len(tasks) < 2:
         return None
     means: dict[str, float | None] = {}

@@ -72,7 +72,6 @@ class Bench:
 
     Args:
         base: gives target and tokenizer; its own drafter and engine are not used.
-        config: what is measured.
         progress: follows every timed and warm-up pass.
 
     Attributes:

@@ -85,7 +85,6 @@ def compare(
     that of decoding.
 
     Args:
-        decoder: has a drafter.
         inputs: prompts as `SpecDecoder.generate` takes them.
         sampling: how to decode; without a seed, both sides use seed 0.
         repeats: timed runs of each side.

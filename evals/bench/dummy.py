@@ -108,14 +108,10 @@ class DummyBench:
     """A sweep over lengths of prompts and numbers of requests.
 
     Args:
-        verifier: the target, see `verifiers.dummy`.
-        entries: of its config.json.
-        config: what is measured.
         met: different experts that so many rows met, by number of rows; see
             `verifiers.dummy.experts_met`.
         weights: folder with the target's weights for the peer, see `verifiers.dummy.write_weights`;
             None gives it none.
-        progress: told what is measured.
         per_step: see `Room.of`.
 
     Raises:

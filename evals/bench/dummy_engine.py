@@ -107,10 +107,6 @@ class Room:
         others are prefilled.
 
         Args:
-            verifier: the target.
-            num_reqs: most requests at once.
-            prompt_tokens: of a prompt.
-            steps: that are timed.
             per_step: most tokens that a step puts out for a request; with drafts that nobody forces
                 one is accepted by chance now and then.
 
@@ -137,12 +133,10 @@ class OwnSteps:
     """Our engine, plain or with drafts.
 
     Args:
-        verifier: the target.
         room: sizes the cache, and no larger.
         shape: of each request's block in a step; None has the engine choose it step by step.
         drafter: makes the drafts; None takes `FreeDrafter`.
         survival: rates of accepted drafts, see `StepRunner.force`; None leaves it to the target.
-        graphs: see `EngineConfig`.
 
     Attributes:
         distinct: different tokens among those that the requests decoded last.

@@ -85,7 +85,6 @@ class SyntheticBench(DummyBench):
     Args:
         verifier: the target; the caller keeps no reference to it where there is a peer.
         entries, config, options: see `DummyBench`.
-        drafter: the shape of the drafter.
         survival: rates at which drafts are accepted, for so many requests.
         drafts: by step; None are all that the drafter has.
         divides: see `DFlashDrafter`.

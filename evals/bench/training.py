@@ -181,7 +181,6 @@ def measure(
     Args:
         name: a shape of `evals.bench.shapes`, a config.json, or a folder with one.
         configs: runs that differ in `batch_size` and `anchors`.
-        device: to run on.
         shortest: tokens of the shortest sequence, the longest has `max_length`, and all lengths
             between are equally often; None is `max_length`.
 
@@ -271,10 +270,7 @@ def flop_of(
     left out, and so are convolutions and the scans of recurrent layers.
 
     Args:
-        model: the drafter.
-        config: the run.
         weights: of the target's products, for one token.
-        shape: the target's config.
         length: tokens of a sequence, padding left out.
     """
     own = model.config
@@ -325,11 +321,7 @@ def _answers(config: TrainConfig, target: Target, model: DFlashModel, shortest: 
 
 
 class _Spare:
-    """In place of a tokenizer, of which a drafter asks for a token to spare: the last one here.
-
-    Args:
-        size: tokens.
-    """
+    """In place of a tokenizer, of which a drafter asks for a token to spare: the last one here."""
 
     bos_token_id = eos_token_id = pad_token_id = unk_token_id = chat_template = None
 

@@ -24,9 +24,6 @@ class RecordingDrafter(BoundDrafter):
     """Another drafter, whose trees are copied to the host, and with each what became of it. The
     host waits for that.
 
-    Args:
-        drafter: does the work.
-
     Attributes:
         steps: of the first request of every batch with trees, the entries of `tree_step` with token
             ids in place of texts.
@@ -82,14 +79,6 @@ def tree_step(
 
     An engine of its own decodes the question alone; its steps are not captured, so that a recorder
     can look on.
-
-    Args:
-        base: gives target and tokenizer.
-        drafter: draws trees.
-        prompts: what to ask.
-        sampling: how to decode.
-        num_nodes: drafts of a tree.
-        raw: see `run_set`.
 
     Returns:
         `prompt` (its id), `step` (from 1) of `num_steps`; `tokens`, texts by row of the block, that

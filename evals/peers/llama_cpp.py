@@ -22,8 +22,6 @@ class LlamaCppPeer:
     """One conversation at a time, on as many threads as torch uses.
 
     Args:
-        path: GGUF file.
-        verifier: gives device, length and end tokens.
         draft: GGUF file of a draft model, of which up to `MAX_DRAFTS` tokens are taken while it
             gives each at least `MIN_PROBABILITY`, as llama.cpp's own tools do by default.
     """
@@ -84,15 +82,7 @@ class LlamaCppPeer:
 
 
 class _Model:
-    """A model with the context of one conversation, through llama.cpp's C API.
-
-    Args:
-        library: the package.
-        path: GGUF file.
-        length: most tokens.
-        threads: that compute.
-        on_gpu: all layers lie on a GPU.
-    """
+    """A model with the context of one conversation, through llama.cpp's C API."""
 
     def __init__(self, library: Any, path: Path, length: int, threads: int, on_gpu: bool) -> None:
         self._library, self.length = library, 0

@@ -24,8 +24,6 @@ class TransformersPeer:
     """`generate` on batches padded on the left.
 
     Args:
-        name: as the user gave it.
-        verifier: names the weights, the device, the type and the end tokens.
         lookup: draft by prompt lookup, which takes one conversation at a time.
     """
 

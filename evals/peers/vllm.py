@@ -54,8 +54,6 @@ class VllmPeer:
     """vLLM's offline engine.
 
     Args:
-        name: as the user gave it.
-        verifier: names weights and type.
         drafter: folder or hub name of a DFlash checkpoint; None decodes plainly.
     """
 

@@ -46,11 +46,6 @@ class VllmSteps:
     """vLLM's offline engine, started when it is made.
 
     Args:
-        config: the entries of a config.json.
-        device: a GPU.
-        dtype: type of weights and activations.
-        max_num_seqs: requests at once.
-        max_model_len: most tokens of prompt and output together.
         spare: bytes of each accelerator to leave free beside what is taken already.
         ranks: GPUs that compute the model together, from the first.
         weights: folder with safetensors files, which gets the config; None takes dummy weights.

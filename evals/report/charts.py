@@ -24,11 +24,7 @@ Draw = Callable[[Any], None]
 
 
 class Charts:
-    """Draws plots; an empty text where there is nothing to show.
-
-    Args:
-        palette: gives every side its color.
-    """
+    """Draws plots; an empty text where there is nothing to show."""
 
     def __init__(self, palette: Palette) -> None:
         self._palette = palette
@@ -256,8 +252,6 @@ def _svg(name: str, draw: Draw, *, legend_columns: int = 2, height: float = SIZE
 
     Args:
         name: what it shows, for who cannot see it.
-        draw: fills the axes.
-        legend_columns: of the legend above.
         height: inches, with two lines of the legend.
     """
     import matplotlib

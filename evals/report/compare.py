@@ -16,7 +16,6 @@ def compare_reports(one: Report, other: Report | None = None) -> str:
     """Table of what both reports measured, after whatever makes them hard to compare.
 
     Args:
-        one: the report to compare with.
         other: the newer one; ratios are `other` to `one`. None compares the first one's own
             sides with drafts.
 

@@ -21,7 +21,6 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
     """Everything that a figure measured with `decoder` depends on, beside its own settings.
 
     Args:
-        decoder: gives the target, its device and its type.
         drafters: their names, see `specdec.base.registry.drafter_name`.
     """
     verifier, attention = decoder.verifier, decoder.verifier.attention

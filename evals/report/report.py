@@ -45,7 +45,6 @@ def read_report(path: Path, schema: str | None = None) -> Report:
     """Reads a report.
 
     Args:
-        path: a file that `write_report` wrote.
         schema: which one is wanted; None takes any.
 
     Raises:

@@ -23,10 +23,6 @@ def cache_folder() -> Path:
 def user_path(name: str | Path, option: str | None = None) -> Path:
     """A path as a user writes it, `~` for a home included.
 
-    Args:
-        name: of a file or folder.
-        option: what sets it, for the message.
-
     Raises:
         InvalidInputError: the system knows no such home.
     """
@@ -101,7 +97,6 @@ def read_json(path: Path, *, way_out: str, strict: bool = True) -> dict[str, Any
     """The JSON object that a file holds.
 
     Args:
-        path: the file.
         way_out: what to give instead, at the end of a message.
         strict: see `parse_json`.
 

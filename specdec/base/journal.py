@@ -22,7 +22,6 @@ class Journal:
         path: the file, made on the first record; a device or /dev/stdout is written alone; None
             keeps records in memory only.
         settings: what the records depend on, beside what their keys say.
-        command: of specdec, whose journal it is.
 
     Raises:
         InvalidInputError: the file was made with other settings, is damaged elsewhere than at its

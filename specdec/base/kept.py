@@ -39,10 +39,8 @@ def kept_folder(
     changed. Processes that call at the same time make it once.
 
     Args:
-        folder: below the cache.
         find: gives what the files are made of; where it fails, nothing is made.
         make: gives the content of every file.
-        what: they are, for messages.
 
     Raises:
         CapacityError: the disk, or a limit on file sizes, has no room.

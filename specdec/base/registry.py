@@ -194,7 +194,6 @@ def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
     `config.json` of a checkpoint may use.
 
     Args:
-        name: of the drafter, or of its algorithm.
         loader: a function `(path | None, *, verifier) -> Drafter`, or where it lives as
             "module:function".
 

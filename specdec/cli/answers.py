@@ -30,10 +30,6 @@ COMMAND = "generate"
 class LocalAnswers:
     """Chunks of one engine in this process, finished answers of an earlier run first.
 
-    Args:
-        args: options of `specdec generate`.
-        prompts, sampling, engine: made of them.
-
     Raises:
         SpecDecError: the model, the drafter or the journal is wrong.
     """

@@ -72,8 +72,6 @@ def pins(
     """Versions for pip, as lines of a constraints file.
 
     Args:
-        constraints: those that tests run with.
-        build: torch in the environment.
         named: the user has said which one to install.
         needed: lowest version of torch.
         gpus: see `amd_gpus.wanting_rocm`.

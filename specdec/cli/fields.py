@@ -126,8 +126,6 @@ def add_options(
     """Adds one option per field.
 
     Args:
-        group: where they go.
-        config: a dataclass.
         names: fields; None takes all.
         defaults: in place of the dataclass's own; `argparse.SUPPRESS` leaves no trace of an option
             that is not given.

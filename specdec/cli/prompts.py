@@ -58,7 +58,6 @@ def read_prompts(
 
     Args:
         texts: of the command line.
-        file: its name.
         sampling: of the command, which lines change.
         model: that requests of a batch file may name.
 

@@ -25,9 +25,7 @@ class BatchWriter:
     """Prints the answers of a batch file, a line for each request, in the order of the requests.
 
     Args:
-        prompts: outputs of the requests.
         keys: by the index of a prompt, what names it.
-        reader: made tokens of prompts.
 
     Attributes:
         results: finished results by index of the prompt.
@@ -76,7 +74,6 @@ class ResultWriter:
     """Prints results in the order of the prompts, in whichever order they arrive.
 
     Args:
-        prompts: one per input.
         as_json: one object per line instead of text.
         live: show the text of the first unfinished prompt while it grows.
 

@@ -65,13 +65,7 @@ def _by_shape(timer: StepTimer) -> str:
 
 
 def format_summary(by_index: dict[int, GenerationResult], seconds: float, drafts: str) -> str:
-    """One line about a finished command: tokens, seconds, tau, and what was cut.
-
-    Args:
-        by_index: results by index of the prompt.
-        seconds: wall time of all.
-        drafts: see `describe_drafts`.
-    """
+    """One line about a finished command: tokens, seconds, tau, and what was cut."""
     results = list(by_index.values())
     stats = pooled(result.stats for result in results)
     tokens = sum(len(result.token_ids) for result in results)

@@ -51,7 +51,6 @@ class GrammarCompiler:
     """Compiles grammars and keeps them.
 
     Args:
-        tokenizer: of the target.
         vocab_size: V, numbers in a row of the target's logits.
         eos_token_ids: what may follow a complete output, and ends it.
         in_threads: compile beside the engine's steps; otherwise at once, so that engines that are
@@ -119,9 +118,7 @@ class GrammarCompiler:
 
         Args:
             prompt: token ids, which may have opened or closed the thinking.
-            grammar: of the output.
             after_thinking: the grammar begins behind the thinking; None says so with a budget.
-            budget: most tokens of the thinking.
         """
         answer = None if grammar is None else self.start(grammar)
         after_thinking = budget is not None if after_thinking is None else after_thinking

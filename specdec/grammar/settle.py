@@ -23,7 +23,6 @@ def settled(pattern: str, *, anywhere: bool = False) -> Node:
     """What a pattern matches from the first to the last character, without anchors.
 
     Args:
-        pattern: of a text.
         anywhere: where it has no anchor, more may stand before it or behind.
 
     Raises:

@@ -21,8 +21,6 @@ class ThinkingProgress:
     """State of one output on the host, as `GrammarProgress` has it.
 
     Args:
-        thinking: the tokens between which the target thinks.
-        place: where the output begins.
         budget: most tokens of the thinking; None sets no limit. Behind them what closes it is
             all that may follow.
         answer: the grammar of what follows the thinking; None allows everything.

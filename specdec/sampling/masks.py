@@ -41,7 +41,6 @@ def mask_logits(logits: Tensor, masks: TokenMasks) -> None:
 
     Args:
         logits: [num_reqs, rows, V], contiguous, overwritten.
-        masks: of these requests.
     """
     assert logits.is_contiguous() and logits.shape[:2] == (len(masks.places), masks.words.shape[1])
     if KERNEL.runs_on(logits.device):

@@ -69,7 +69,6 @@ def stream(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     Args:
         seeds: int64 [num_reqs].
         positions: int64 [num_reqs, n], positions of the tokens that the bits decide.
-        purpose: what they decide.
 
     Returns:
         int64 [num_reqs, n].

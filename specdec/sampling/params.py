@@ -263,7 +263,6 @@ class SamplingParams:
         """What `plain` or `dataclasses.asdict` made plain.
 
         Args:
-            given: the fields.
             known: the grammar was checked where it was made, and is not checked again.
         """
         grammar, make = given.get("grammar"), Grammar.known if known else Grammar

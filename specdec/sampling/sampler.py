@@ -31,7 +31,6 @@ def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tupl
 
     Args:
         logits: [num_reqs, n, V], see `specdec.sampling.scores.scored`.
-        sampling: of the requests.
         positions: int64 [num_reqs, n], of the tokens to draw.
 
     Returns:

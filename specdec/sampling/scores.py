@@ -19,7 +19,6 @@ def scored(
 
     Args:
         logits: [num_reqs, n, V] of rows that were fed `tokens`.
-        sampling: of the requests.
         tokens: int64 [num_reqs, n], the anchor, then the drafts.
         positions: int64 [num_reqs, n], of these tokens; a row chooses the token behind its own.
         tree: how the drafts hang together; None is a chain.

@@ -25,7 +25,6 @@ class RequestError(Exception):
     Args:
         message: one line: the value, the limit, the way out.
         param: the field that it is about.
-        status: of HTTP.
         code: a word for programs.
         close: the connection ends with the answer, since the rest of the request is not waited for.
     """
@@ -126,7 +125,6 @@ def check_model(name: str | None, names: Iterable[str], known: Iterable[str]) ->
     RequestError: a request names another model.
 
     Args:
-        name: in the request.
         names: that are right.
         known: those that a client is told.
     """

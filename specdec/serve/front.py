@@ -253,11 +253,6 @@ class Front:
 class Outputs(Stream):
     """The outputs of one request, in one stream. Closing it cancels what is unfinished.
 
-    Args:
-        front: counts them.
-        incremental: give chunks before the end.
-        parted: tell thinking and answer apart.
-
     Attributes:
         ended: done once all have ended, or with why they have not.
     """

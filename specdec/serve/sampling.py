@@ -33,8 +33,6 @@ def sampling_params(
     temperature 1.
 
     Args:
-        asked: the request.
-        defaults: of the checkpoint.
         most: tokens that prompt and output can have together, which a chat gets that names no
             limit.
         given: values that hold before these defaults where the request says nothing.

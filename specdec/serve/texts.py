@@ -98,8 +98,6 @@ class Texts:
         """Tokens of a prompt.
 
         Args:
-            prompt: text, or tokens.
-            special: add special tokens to a text.
             most: tokens that it may have; a text that has clearly more is refused before all of it
                 is looked at.
 

@@ -86,8 +86,6 @@ def tools_of(
     """The tools of a chat; None where nothing is to be called.
 
     Args:
-        asked: the request.
-        tokenizer: has the chat template.
         form: how the model writes calls, where that is known.
 
     Raises:

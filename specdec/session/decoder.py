@@ -278,7 +278,6 @@ class SpecDecoder:
         """Token ids of one prompt; chat messages go through the tokenizer's chat template.
 
         Args:
-            prompt: one.
             add_special_tokens: such as a first token that begins every text; None adds them to
                 texts and not to chats, whose templates have them.
             template: options of the chat template in place of `add_generation_prompt=True`.

@@ -143,9 +143,7 @@ class Handle:
     When nobody holds the handle any more, nobody can read the rest, and the request is cancelled.
 
     Args:
-        session: has made it.
         stream: where its chunks go.
-        request: what it stands for.
         index: number of its chunks.
         text: follows the output token by token; None where only the whole output becomes text.
         decode: turns the whole output into text.

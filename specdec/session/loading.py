@@ -33,7 +33,6 @@ def load_target(
 
     Args:
         target: see `SpecDecoder.from_pretrained`.
-        load: how.
         where: what `load.device` stands for in a process alone.
     """
     if load.tensor_parallel is None or load.tensor_parallel == 1:

@@ -47,7 +47,6 @@ class Session:
     """The only caller of an engine's `step`; safe to use from several threads.
 
     Args:
-        engine: what decodes.
         tokenizer: turns tokens into text; None gives no text, and no stop strings can be found.
         max_queue: most unfinished requests; None takes `MAX_QUEUE` or four times the engine's
             `max_num_seqs`.
@@ -105,10 +104,8 @@ class Session:
 
         Args:
             prompt_token_ids: at least one token.
-            sampling: how to decode it.
             index: number of its chunks.
             incremental: give chunks while it is decoded; otherwise only one at its end.
-            text: give text as well as tokens.
             stream: where its chunks go, shared with other requests; None gives it one of its own.
             wait: decode until the queue has room; otherwise a full queue is an error.
 

@@ -123,7 +123,6 @@ class IncrementalDecoder:
     exception: a special token inside a run of byte-fallback tokens settles what comes before it.
 
     Args:
-        tokenizer: decodes ids to text.
         stop: strings that end the output. The one completed first wins, whichever way it is cut
             into tokens; of two completed by the same character, the longer one.
         min_tokens: tokens in whose text no stop string is looked for.

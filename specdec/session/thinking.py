@@ -20,8 +20,6 @@ class PartedDecoder(IncrementalDecoder):
 
     Args:
         tokenizer, stop, options: see `IncrementalDecoder`.
-        thinking: the tokens between which the target thinks.
-        place: where the output begins.
 
     Attributes:
         parts: thinking and answer of all text that was handed out, as far as it is known which.
@@ -114,13 +112,7 @@ class PartedDecoder(IncrementalDecoder):
 def parts_of(
     tokenizer: PreTrainedTokenizerBase, result: GenerationResult, sampling: SamplingParams
 ) -> tuple[str, str] | None:
-    """Thinking and answer of an output that has ended; None where the target does not think.
-
-    Args:
-        tokenizer: of the target.
-        result: the output.
-        sampling: how it was decoded.
-    """
+    """Thinking and answer of an output that has ended; None where the target does not think."""
     thinking = thinking_of(tokenizer)
     if thinking is None:
         return None

@@ -122,11 +122,6 @@ def unpinned(name: str) -> str:
 def json_file(name: str, file: str, *, what: str) -> dict[str, Any] | None:
     """The object in a JSON file of a checkpoint; None where the checkpoint has no such file.
 
-    Args:
-        name: a folder, or a name on the hub.
-        file: its name in there.
-        what: the checkpoint is, for messages: "target", "drafter".
-
     Raises:
         CheckpointError: there is no such checkpoint, it cannot be reached, or the file holds no
             JSON object.

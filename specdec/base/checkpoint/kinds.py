@@ -21,9 +21,7 @@ def checkpoint_config(name: str | Path, folder: Path | None = None, *, what: str
     """The entries of a checkpoint's config.json.
 
     Args:
-        name: of the checkpoint, as the user gave it.
         folder: where its files lie; None fetches this one alone.
-        what: it is, for messages: "target", "drafter".
 
     Raises:
         CheckpointError: there is none, or it is of a checkpoint that cannot be read; the message

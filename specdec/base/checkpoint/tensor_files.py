@@ -67,9 +67,6 @@ class TensorFiles:
     """Tensors by the names that they have in the files. Numbers stay on disk until they are asked
     for.
 
-    Args:
-        folder: see `weight_files`.
-
     Attributes:
         names: of all tensors, file by file.
 
@@ -99,7 +96,6 @@ class TensorFiles:
         """One tensor, on the CPU, in the type of the file.
 
         Args:
-            name: of it.
             axis, piece: what is wanted of it, of which nothing else is read; None for all.
 
         Raises:

@@ -208,7 +208,6 @@ def candidates(
         logits: [num_reqs, n, V], bfloat16, float16 or float32; the last axis is contiguous.
         floats, ints: as in `SamplingTensors`, contiguous; not read unless `sampled`.
         positions: int64 [num_reqs, n].
-        count: C.
         weights: float32 [2, num_reqs, n], or None.
         target_ids: int64 [V], or None.
         sampled: a request may sample.

@@ -95,7 +95,6 @@ def best_first(edges: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
 
     Args:
         edges: float32 [num_reqs, K, C, C], the last axis contiguous.
-        num_nodes: N.
 
     Returns:
         parents, depths, ancestors, ranks and places, int64 [num_reqs, N], and sums, float32

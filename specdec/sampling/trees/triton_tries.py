@@ -261,7 +261,6 @@ def trie(
         continuations: int64 [num_reqs, M, K], the last axis contiguous.
         lengths: int64 [num_reqs, M].
         weights, keep: float32 [num_reqs, M].
-        num_nodes: N.
     """
     num_reqs, count, depth = continuations.shape
     assert (

@@ -24,10 +24,7 @@ class Answer:
     """One answer, whole or in events.
 
     Args:
-        asked: the request.
-        model: name of the model.
         prompts: token ids, `asked.n` outputs for each.
-        tokens: tells the text of single tokens.
 
     Attributes:
         notes: what the request says and the outputs are not held to.

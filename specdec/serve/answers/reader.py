@@ -31,7 +31,6 @@ class CallReader:
     A call that is cut in the midst of its arguments is given as far as it came.
 
     Args:
-        form: how calls are written.
         functions: by name the JSON schemas of their arguments, None where they have none.
 
     Attributes:

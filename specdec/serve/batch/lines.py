@@ -192,8 +192,6 @@ class BatchLine:
         """Token ids and sampling of each output.
 
         Args:
-            reader: makes tokens of prompts.
-            defaults: of the checkpoint.
             given: what else holds where the request says nothing.
             most: tokens of prompt and output together.
             check: raises where an engine would.
@@ -242,9 +240,7 @@ class BatchLine:
         """The line that tells of it.
 
         Args:
-            key: names it.
             results: of its outputs; None where they were not finished.
-            reader: made tokens of its prompts.
         """
         line: dict[str, Any] = {"id": f"batch_req_{key}", "custom_id": self.custom_id}
         if results is None:

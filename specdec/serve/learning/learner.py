@@ -80,7 +80,6 @@ class Learner:
 
     Args:
         config: of the server; it names the folder.
-        model: the target, as `specdec train` takes it.
         init: checkpoint whose weights are served; None only keeps requests.
     """
 

@@ -60,13 +60,7 @@ def updates_of(decoder: SpecDecoder, config: ServeConfig) -> Callable[[str], Non
 
 
 class Fronts:
-    """Starts processes at once, so that they are ready when the engine is, and ends them.
-
-    Args:
-        count: how many.
-        sock: that clients connect to.
-        config: what one may ask of the engine.
-    """
+    """Starts processes at once, so that they are ready when the engine is, and ends them."""
 
     def __init__(self, count: int, sock: socket.socket, config: ServeConfig) -> None:
         self._sock, self._limits = sock, (config.max_queue, config.max_queued_tokens)
@@ -85,9 +79,6 @@ class Fronts:
         engine. A second signal ends the process as it ends others, at once.
 
         Args:
-            decoder: has the engine.
-            setup: tells what they need.
-            on_ready: called when they take requests.
             learner: is given what has ended, and may hand weights over.
         """
         hub = Hub(

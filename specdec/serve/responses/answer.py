@@ -19,14 +19,7 @@ from specdec.session.outputs import GenerationResult, StreamChunk
 
 
 class ResponseAnswer(ChatCompletion):
-    """See `Answer`.
-
-    Args:
-        arguments: of `Answer`, of the request as a chat.
-        asked: the request itself.
-        tools: what may be called.
-        thinking: how the model thinks, if it does.
-    """
+    """See `Answer`."""
 
     kind, prefix, last = "response", "resp_", b""
 

@@ -24,13 +24,7 @@ class Items:
         self._said: list[str] = []  # of its text
 
     def add(self, kind: str, text: str, call_id: str = "") -> Iterator[dict[str, Any]]:
-        """Adds to what comes: a text, a reasoning, a name that begins a call, or arguments.
-
-        Args:
-            kind: text, reasoning, name or arguments.
-            text: more of it.
-            call_id: of a call that begins.
-        """
+        """Adds to what comes: a text, a reasoning, a name that begins a call, or arguments."""
         if kind == "name":
             yield from self.close()
             about = {"call_id": call_id, "name": text, "arguments": ""}

@@ -31,7 +31,6 @@ class Metrics(Collector):
     """Makes the metrics anew each time they are asked for.
 
     Args:
-        front: knows the totals.
         prefixes: of all names, such as specdec; each gives the whole set.
     """
 

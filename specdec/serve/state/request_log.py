@@ -25,7 +25,6 @@ class RequestLog:
     """Names requests, as they name themselves or anew, before all else.
 
     Args:
-        app: serves.
         lines: write one about each that is posted, once its answer has ended.
     """
 

@@ -186,7 +186,6 @@ class Channel:
     """One end.
 
     Args:
-        sock: of a pair.
         most: bytes of a message that may come.
     """
 

@@ -67,7 +67,6 @@ class Hub:
     """Steps an engine for callers in other processes.
 
     Args:
-        decoder: serves.
         on_ready: called once all processes that were added before `run` serve.
         on_loss: called with a process that has ended by itself; it may add another one.
         on_stop: called once when all are to end, which it tells them.

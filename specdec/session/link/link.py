@@ -29,9 +29,7 @@ class Link:
     """One process of callers.
 
     Args:
-        sock: leads there.
         max_outputs: unfinished ones, and grammars that it waits for, at most; more ends it.
-        max_prompt_tokens: of its unfinished outputs.
 
     Attributes:
         channel: leads there.
