@@ -29,6 +29,17 @@ class Divergence:
     resolution: float
 
 
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Two greedy outputs of prompt number `index`, and where they part."""
+
+    index: int
+    position: int
+    prompt: list[int]
+    plain: list[int]
+    speculative: list[int]
+
+
 def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
     """First position at which two outputs differ, the end of the shorter one included; None when
     they are the same.
@@ -42,23 +53,24 @@ def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
-def explain_divergence(
-    decoder: SpecDecoder,
-    index: int,
-    position: int,
-    prompt: Sequence[int],
-    plain: Sequence[int],
-    speculative: Sequence[int],
-) -> Divergence:
-    """What the target made of the tokens before `position`, where the two outputs part."""
-    logits = decoder.next_token_logits([*prompt, *plain[:position]])
+def parting_of(
+    index: int, prompt: list[int], plain: list[int], speculative: list[int]
+) -> Parting | None:
+    """Where two outputs part; None when they are the same."""
+    position = first_divergence(plain, speculative)
+    return None if position is None else Parting(index, position, prompt, plain, speculative)
+
+
+def explain_divergence(decoder: SpecDecoder, parting: Parting) -> Divergence:
+    """What the target made of the tokens before the two outputs part."""
+    position = parting.position
+    logits = decoder.next_token_logits([*parting.prompt, *parting.plain[:position]])
     largest, second = logits.topk(2).values.tolist()
     _, exponent = math.frexp(largest)
-    return Divergence(
-        index=index,
-        position=position,
-        plain_token_id=plain[position] if position < len(plain) else None,
-        speculative_token_id=speculative[position] if position < len(speculative) else None,
-        margin=largest - second,
-        resolution=math.ldexp(torch.finfo(decoder.verifier.dtype).eps, exponent - 1),
+    resolution = math.ldexp(torch.finfo(decoder.verifier.dtype).eps, exponent - 1)
+    plain, speculative = (
+        side[position] if position < len(side) else None
+        for side in (parting.plain, parting.speculative)
     )
+    margin = largest - second
+    return Divergence(parting.index, position, plain, speculative, margin, resolution)

@@ -35,31 +35,21 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
-    """What a system made of one prompt: output tokens, verify steps (none when it tells nothing of
-    them), what went wrong, and when it came, where that is known.
-    """
-
-    token_ids: list[int]
-    stats: AcceptanceStats
-    error: str | None = None
-    latency: Latency | None = None
-    num_cached_tokens: int = 0  # of the prompt
-
-
-Generate = Callable[[Sequence[list[int]], Sequence[SamplingParams], OnStep | None], list[Decoded]]
-"""Decodes prompts that each have their own sampling; results come in their order."""
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """What one turn of one conversation became."""
+    """What a system made of one turn of a conversation: output tokens, verify steps (none when it
+    tells nothing of them), when it came, where that is known, and what went wrong.
+    """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     stats: AcceptanceStats
     latency: Latency | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt
+    error: str | None = None
+
+
+Generate = Callable[[Sequence[list[int]], Sequence[SamplingParams], OnStep | None], list[Answer]]
+"""Decodes prompts that each have their own sampling; results come in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +102,10 @@ def run_set(
         started = time.perf_counter()
         results = generate(inputs, samplings, on_step)
         seconds += time.perf_counter() - started
-        for index, prompt, result in zip(asked, inputs, results, strict=True):
+        for index, result in zip(asked, results, strict=True):
             if result.error is not None:
                 raise SpecDecError(f"{prompts.name} {prompts.items[index].item_id}: {result.error}")
-            answers.append(
-                Answer(
-                    prompt, result.token_ids, result.stats, result.latency, result.num_cached_tokens
-                )
-            )
+            answers.append(result)
             text = decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
             histories[index].append({"role": "assistant", "content": text})
     return Pass(answers, seconds)
@@ -151,7 +137,7 @@ def _decode(
     inputs: Sequence[list[int]],
     samplings: Sequence[SamplingParams],
     on_step: OnStep | None,
-) -> list[Decoded]:
+) -> list[Answer]:
     """Queues everything and steps until it is done; whatever ends this early empties the engine."""
     handles: list[Handle] = []
     try:
@@ -171,8 +157,8 @@ def _decode(
             handle.cancel()
     results = [handle.result() for handle in handles]
     return [
-        Decoded(result.token_ids, result.stats, result.error, latency, result.num_cached_tokens)
-        for result, latency in zip(results, clock.latencies, strict=True)
+        Answer(prompt, one.token_ids, one.stats, latency, one.num_cached_tokens, one.error)
+        for prompt, one, latency in zip(inputs, results, clock.latencies, strict=True)
     ]
 
 
@@ -181,8 +167,8 @@ def behind_hits(decoder: SpecDecoder, concurrency: int) -> Generate:
 
     def generate(
         inputs: Sequence[list[int]], samplings: Sequence[SamplingParams], on_step: OnStep | None
-    ) -> list[Decoded]:
-        results: list[Decoded] = []
+    ) -> list[Answer]:
+        results: list[Answer] = []
         for start in range(0, len(inputs), concurrency):
             prompts = inputs[start : start + concurrency]
             asked = samplings[start : start + concurrency]

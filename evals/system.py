@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from evals.divergence import Divergence, explain_divergence
+from evals.divergence import Divergence, Parting, explain_divergence
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
 from specdec.sampling.params import SamplingParams
@@ -33,17 +33,6 @@ class Timed:
     number: int
     result: GenerationResult
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Parting:
-    """Two greedy outputs of one prompt that part; see `evals.divergence.explain_divergence`."""
-
-    index: int
-    position: int
-    prompt: list[int]
-    plain: list[int]
-    speculative: list[int]
 
 
 class System(Protocol):
@@ -155,4 +144,4 @@ class ClusterSystem:
 
 
 def _explain(decoder: SpecDecoder, partings: Sequence[Parting]) -> list[Divergence]:
-    return [explain_divergence(decoder, *astuple(parting)) for parting in partings]
+    return [explain_divergence(decoder, parting) for parting in partings]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from evals.accuracy.lm_eval_sample import Sample
 from evals.certainty import rights, wilson
-from evals.divergence import first_divergence
+from evals.divergence import Parting, parting_of
 from evals.report.report import Report, new_report, write_report
 from evals.speed import Speed
-from evals.system import LocalSystem, Parting, System
+from evals.system import LocalSystem, System
 from specdec.base.journal import Journal
 from specdec.base.metrics import mean_tau, pooled
 from specdec.base.writing import write_text
@@ -215,30 +215,17 @@ def _metrics(results: Mapping[str, Any], task: str) -> dict[str, dict[str, Any]]
 def _differences(system: System, pairs: list[tuple[Sample, Sample]]) -> list[dict[str, Any]]:
     """Where two answers to one prompt part; margins of greedy ones, where ties explain it."""
     found: list[dict[str, Any]] = []
-    partings = []
+    partings: list[Parting] = []
+    unknown = dict.fromkeys(("plain_token", "speculative_token", "margin", "resolution"))
     for index, (plain, other) in enumerate(pairs):
-        position = first_divergence(plain.token_ids, other.token_ids)
-        found.append(
-            {
-                "doc_id": plain.doc_id,
-                "position": position,
-                "plain_token": None,
-                "speculative_token": None,
-            }
-        )
-        found[-1] |= {"margin": None, "resolution": None}
-        if position is not None and plain.greedy:
-            partings.append(
-                Parting(index, position, plain.prompt_token_ids, plain.token_ids, other.token_ids)
-            )
+        parting = parting_of(index, plain.prompt_token_ids, plain.token_ids, other.token_ids)
+        position = parting and parting.position
+        found.append({"doc_id": plain.doc_id, "position": position, **unknown})
+        partings += [parting] if parting and plain.greedy else []
     for one in system.explain(partings):
-        for name, token_id in (
-            ("plain_token", one.plain_token_id),
-            ("speculative_token", one.speculative_token_id),
-        ):
-            found[one.index][name] = (
-                None if token_id is None else system.reader.tokenizer.decode([token_id])
-            )
+        for name in ("plain_token", "speculative_token"):
+            if (token_id := getattr(one, f"{name}_id")) is not None:
+                found[one.index][name] = system.reader.tokenizer.decode([token_id])
         found[one.index] |= {"margin": one.margin, "resolution": one.resolution}
     return found
 

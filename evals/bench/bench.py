@@ -18,7 +18,7 @@ from evals.report.report import new_report
 from evals.report.sides import PLAIN, side_name
 from evals.roofline import bound, measured_bandwidth
 from evals.runner import (
-    Decoded,
+    Answer,
     Generate,
     OnStep,
     OnTurn,
@@ -107,15 +107,12 @@ class Bench:
                     f"trees are asked for, but {'; '.join(reasons)}; leave out --tree"
                 )
         self._peers = [load_peer(name, base.verifier) for name in config.peers]
+        most = max(config.concurrencies)
         for peer in self._peers:
-            if (
-                peer.max_concurrency is not None
-                and max(config.concurrencies) > peer.max_concurrency
-            ):
-                raise InvalidInputError(
-                    f"concurrency is {max(config.concurrencies)} and peer {peer.name!r} decodes"
-                    f" {peer.max_concurrency} at once; measure it in a run of its own"
-                )
+            if peer.max_concurrency is not None and most > peer.max_concurrency:
+                what = f"concurrency is {most} and peer {peer.name!r} decodes"
+                way_out = "measure it in a run of its own"
+                raise InvalidInputError(f"{what} {peer.max_concurrency} at once; {way_out}")
 
     def run(self, provenance: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Measures cell by cell; yields the report after each, complete when the iterator ends.
@@ -212,16 +209,13 @@ class Bench:
         if side.peer or str(side.k).startswith("auto") or side.decoder.engine.runner.budget:
             return None
         answers = side.passes[0].answers
-        context = sum(
-            len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers
-        ) / len(answers)
-        tau = pooled(answer.stats for answer in answers).tau
+        lengths = (len(one.prompt_token_ids) + len(one.token_ids) / 2 for one in answers)
         return bound(
             side.decoder.engine,
             bandwidth=self._bandwidth,
-            tau=tau,
+            tau=pooled(answer.stats for answer in answers).tau,
             num_reqs=min(concurrency, len(answers)),
-            context=context,
+            context=sum(lengths) / len(answers),
         )
 
     def _on_turn(self, title: str) -> OnTurn | None:
@@ -256,16 +250,14 @@ def _ask(
     prompts: Sequence[list[int]],
     samplings: Sequence[SamplingParams],
     on_step: OnStep | None,
-) -> list[Decoded]:
+) -> list[Answer]:
     """A peer in an engine's place, told the checkpoint's defaults; it tells of no steps."""
     samplings = [
         defaults.fill(sampling, len(prompt))
         for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
-    return [
-        Decoded(tokens, AcceptanceStats())
-        for tokens in peer.generate(prompts, samplings, concurrency=concurrency)
-    ]
+    outputs = peer.generate(prompts, samplings, concurrency=concurrency)
+    return [Answer(*pair, AcceptanceStats()) for pair in zip(prompts, outputs, strict=True)]
 
 
 def longest_of(decoder: SpecDecoder, prompts: PromptSet, config: BenchConfig) -> int:

@@ -12,7 +12,7 @@ from statistics import median
 from textwrap import wrap
 from typing import Any
 
-from evals.divergence import Divergence, explain_divergence, first_divergence
+from evals.divergence import Divergence, explain_divergence, parting_of
 from evals.report.table import steps_of_shapes
 from evals.speed import Speed
 from specdec.base.errors import InvalidInputError
@@ -240,16 +240,10 @@ def _divergences(
     found: dict[int, Divergence] = {}
     for plain_run, speculative_run in zip(plain_runs, speculative_runs, strict=True):
         for index, (plain, speculative) in enumerate(zip(plain_run, speculative_run, strict=True)):
-            position = first_divergence(plain.token_ids, speculative.token_ids)
-            if position is not None and index not in found:
-                found[index] = explain_divergence(
-                    decoder,
-                    index,
-                    position,
-                    plain.prompt_token_ids,
-                    plain.token_ids,
-                    speculative.token_ids,
-                )
+            prompt, other = plain.prompt_token_ids, speculative.token_ids
+            parting = parting_of(index, prompt, plain.token_ids, other)
+            if parting is not None and index not in found:
+                found[index] = explain_divergence(decoder, parting)
     return [found[index] for index in sorted(found)]
 
 

@@ -9,7 +9,7 @@ from evals.bench import bench
 from evals.bench.bench import Bench
 from evals.bench.config import BenchConfig
 from evals.report.table import format_report
-from evals.runner import Decoded, Generate
+from evals.runner import Answer, Generate
 from specdec.session.decoder import SpecDecoder
 from tests.evals.tiny import PROMPTS, PROVENANCE, tiny_decoder
 from tests.helpers.tiny_models import random_dflash
@@ -57,7 +57,7 @@ def test_what_hits_spoil_is_told(settings: dict[str, Any], monkeypatch: pytest.M
     whole = bench.behind_hits
 
     def spoiled(decoder: SpecDecoder, concurrency: int) -> Generate:
-        def generate(*asked: Any) -> list[Decoded]:
+        def generate(*asked: Any) -> list[Answer]:
             found = whole(decoder, concurrency)(*asked)
             found[0].token_ids[-1] += 1
             return found

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from drafters.ngram import load_ngram
-from evals.bench.compare import Comparison, compare, first_divergence, format_comparison
+from evals.bench.compare import Comparison, compare, format_comparison
+from evals.divergence import first_divergence
 from evals.speed import Speed
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig

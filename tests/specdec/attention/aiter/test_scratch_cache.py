@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evals.accuracy.scoring import score
-from evals.divergence import explain_divergence
+from evals.divergence import Parting, explain_divergence
 from specdec.attention.aiter.scratch import Scratch
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.bounds import assert_as_exact, in_float64
@@ -40,7 +40,9 @@ def test_logits_margins_and_scores(rocm: Install, layout: str) -> None:
         logits = decoder.next_token_logits(prompt)
         assert_as_exact(logits, usual[-1], want[-1])
         largest, second = logits.topk(2).values.tolist()
-        assert explain_divergence(decoder, 0, 0, prompt, [1], [2]).margin == largest - second
+        assert (
+            explain_divergence(decoder, Parting(0, 0, prompt, [1], [2])).margin == largest - second
+        )
     found = [
         scored.log_probability for scored in score(decoder, [(prompt, 3) for prompt in prompts])
     ]
