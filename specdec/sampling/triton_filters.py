@@ -40,6 +40,14 @@ _LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
+def number_of(order: tl.tensor) -> tl.tensor:
+    """The float32 that has this int32 in `specdec.kernels.triton_argmax.ordered`."""
+    return tl.where(
+        order < 0, -((-order).to(tl.float32, bitcast=True)), order.to(tl.float32, bitcast=True)
+    )
+
+
+@triton.jit
 def _settings(
     floats: tl.tensor, ints: tl.tensor, groups: tl.tensor, group: tl.tensor
 ) -> tuple[tl.tensor, ...]:
@@ -82,9 +90,8 @@ def _group_max_kernel(
         if (top_k == 0) & (top_p < 1):
             best = tl.max(of_groups, 0)
             # A slice of -inf alone is nothing, not NaN.
-            total = tl.sum(
-                tl.sum(tl.exp((x - tl.maximum(best, _LOWEST_FINITE)) / temperature), 1), 0
-            )
+            shifted = (x - tl.maximum(best, _LOWEST_FINITE)) / temperature
+            total = tl.sum(tl.sum(tl.exp(shifted), 1), 0)
             parts += (row * tl.num_programs(1) + tl.program_id(1)) * 2
             tl.store(parts, best)
             tl.store(parts + 1, total)
@@ -151,23 +158,18 @@ def _highest_listed(
         first = tl.minimum(low + step, _HIGHEST).to(tl.int32)
         second = tl.minimum(low + 2 * step, _HIGHEST).to(tl.int32)
         third = tl.minimum(low + 3 * step, _HIGHEST).to(tl.int32)
-        from_first, from_second, from_third = (
-            tl.zeros([TILE], tl.float32),
-            tl.zeros([TILE], tl.float32),
-            tl.zeros([TILE], tl.float32),
-        )
+        from_first = tl.zeros([TILE], tl.float32)
+        from_second, from_third = from_first, from_first
         for start in range(0, count * GROUP, TILE):
             x = _listed(place, listed, count, start, vocab_size, GROUP, TILE)
-            order, weights = (
-                ordered(x),
-                tl.exp((x - best) / temperature) if WEIGHTED else tl.full([TILE], 1.0, tl.float32),
-            )
+            order, weights = ordered(x), tl.full([TILE], 1.0, tl.float32)
+            if WEIGHTED:
+                weights = tl.exp((x - best) / temperature)
             from_first += tl.where(order >= first, weights, 0.0)
             from_second += tl.where(order >= second, weights, 0.0)
             from_third += tl.where(order >= third, weights, 0.0)
-        enough = (tl.sum(from_first, 0) >= wanted).to(tl.int64) + (
-            tl.sum(from_second, 0) >= wanted
-        ).to(tl.int64)
+        enough = (tl.sum(from_first, 0) >= wanted).to(tl.int64)
+        enough += (tl.sum(from_second, 0) >= wanted).to(tl.int64)
         low += step * (enough + (tl.sum(from_third, 0) >= wanted).to(tl.int64))
         high = tl.minimum(high, low + step - UNIT)
     return low
@@ -234,26 +236,16 @@ def _min_kept_kernel(
             low = tl.full([], _LEAST, tl.int64)
             mass = tl.full([], 0.0, tl.float32)
             if top_k > 0:
-                low = _highest(
-                    order,
-                    (number < num_groups).to(tl.float32),
-                    top_k.to(tl.float32),
-                    low,
-                    high,
-                    UNIT,
-                )
+                there = (number < num_groups).to(tl.float32)
+                low = _highest(order, there, top_k.to(tl.float32), low, high, UNIT)
             else:
                 part = tl.arange(0, SLICES)
-                of_slices = tl.load(
-                    parts + (row * slices + part) * 2, mask=part < slices, other=-float("inf")
-                )
-                totals = tl.load(
-                    parts + (row * slices + part) * 2 + 1, mask=part < slices, other=0.0
-                )
+                its_parts = parts + (row * slices + part) * 2
+                of_slices = tl.load(its_parts, mask=part < slices, other=-float("inf"))
+                totals = tl.load(its_parts + 1, mask=part < slices, other=0.0)
                 mass = tl.sum(tl.exp((of_slices - best) / temperature) * totals, 0)
-                low = _highest(
-                    order, tl.exp((x - best) / temperature), top_p * mass, low, high, UNIT
-                )
+                weights = tl.exp((x - best) / temperature)
+                low = _highest(order, weights, top_p * mass, low, high, UNIT)
             reaches = (order >= low) & (number < num_groups)
             until = tl.cumsum(reaches.to(tl.int32), 0)
             tl.store(listed + until - 1, number, mask=reaches)
@@ -263,14 +255,8 @@ def _min_kept_kernel(
                 held = _listed(place, listed, count, 0, vocab_size, GROUP, HELD)
                 among, weights = ordered(held), tl.exp((held - best) / temperature)
                 if top_k > 0:
-                    low = _highest(
-                        among,
-                        tl.full([HELD], 1.0, tl.float32),
-                        top_k.to(tl.float32),
-                        low,
-                        high,
-                        UNIT,
-                    )
+                    ones = tl.full([HELD], 1.0, tl.float32)
+                    low = _highest(among, ones, top_k.to(tl.float32), low, high, UNIT)
                     mass = tl.sum(tl.where(among >= low, weights, 0.0), 0)
                 if top_p < 1:
                     low = _highest(among, weights, top_p * mass, low, high, UNIT)
@@ -278,48 +264,20 @@ def _min_kept_kernel(
                 if top_k > 0:
                     wanted = top_k.to(tl.float32)
                     low = _highest_listed(
-                        place,
-                        listed,
-                        count,
-                        wanted,
-                        low,
-                        high,
-                        best,
-                        temperature,
-                        vocab_size,
-                        False,
-                        GROUP,
-                        TILE,
-                        UNIT,
-                    )
+                        place, listed, count, wanted, low, high, best, temperature, vocab_size,
+                        False, GROUP, TILE, UNIT,
+                    )  # fmt: skip
                     mass = _mass_listed(
                         place, listed, count, low, best, temperature, vocab_size, GROUP, TILE
                     )
                 if top_p < 1:
                     wanted = top_p * mass
                     low = _highest_listed(
-                        place,
-                        listed,
-                        count,
-                        wanted,
-                        low,
-                        high,
-                        best,
-                        temperature,
-                        vocab_size,
-                        True,
-                        GROUP,
-                        TILE,
-                        UNIT,
-                    )
-            # Back from the order to the number that has it.
+                        place, listed, count, wanted, low, high, best, temperature, vocab_size,
+                        True, GROUP, TILE, UNIT,
+                    )  # fmt: skip
             floor = low.to(tl.int32)
-            kept = tl.where(
-                floor < 0,
-                -((-floor).to(tl.float32, bitcast=True)),
-                floor.to(tl.float32, bitcast=True),
-            )
-            kept = tl.where(floor == _LEAST, -float("inf"), kept)
+            kept = tl.where(floor == _LEAST, -float("inf"), number_of(floor))
         if min_p > 0:
             kept = tl.maximum(kept, best + temperature * tl.log(min_p))
     tl.store(least + row, kept)
@@ -339,37 +297,19 @@ def min_kept(logits: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
     highest = torch.empty(least.numel(), num_groups, dtype=logits.dtype, device=device)
     parts = torch.empty(least.numel(), slices, 2, dtype=torch.float32, device=device)
     listed = torch.empty(highest.shape, dtype=torch.int32, device=device)
-    sizes, options = (*logits.shape, *logits.stride()[:2], num_groups), overlap_options(device)
+    tensors, sizes = (logits, floats, ints, highest, parts), (*logits.shape, *logits.stride()[:2])
+    options = {"GROUP": group, **overlap_options(device)}
+    powers = {
+        "GROUPS": triton.next_power_of_2(num_groups),
+        "SLICES": triton.next_power_of_2(slices),
+    }
+    searched = {"HELD": max(HELD, group), "TILE": max(TILE, group)}
+    searched["UNIT"] = 2 ** (32 - SIGNIFICANT_BITS[logits.dtype])
     with on_device(logits):
         _group_max_kernel[(least.numel(), slices)](
-            logits,
-            floats,
-            ints,
-            highest,
-            parts,
-            *sizes,
-            GROUP=group,
-            SLICE=SLICE,
-            num_warps=4,
-            **options,
+            *tensors, *sizes, num_groups, SLICE=SLICE, num_warps=4, **options
         )
-        _min_kept_kernel[(least.numel(),)](
-            logits,
-            floats,
-            ints,
-            highest,
-            parts,
-            listed,
-            least,
-            *sizes,
-            slices,
-            GROUPS=triton.next_power_of_2(num_groups),
-            SLICES=triton.next_power_of_2(slices),
-            GROUP=group,
-            HELD=max(HELD, group),
-            TILE=max(TILE, group),
-            UNIT=2 ** (32 - SIGNIFICANT_BITS[logits.dtype]),
-            num_warps=WARPS,
-            **options,
-        )
+        numbers = *tensors, listed, least, *sizes, num_groups, slices
+        options |= {**powers, **searched, "num_warps": WARPS}
+        _min_kept_kernel[(least.numel(),)](*numbers, **options)
     return least

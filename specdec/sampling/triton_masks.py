@@ -30,9 +30,8 @@ def _mask_logits_kernel(
     await_previous(OVERLAP)
     place = tl.load(places + row // rows)
     if place >= 0:
-        mask = tl.load(
-            words + (place * rows + row % rows) * width + word, mask=word < width, other=-1
-        )
+        words += (place * rows + row % rows) * width
+        mask = tl.load(words + word, mask=word < width, other=-1)
         bit = tl.arange(0, 32)
         token = word[:, None] * 32 + bit[None, :]
         refused = ((mask[:, None] >> bit[None, :]) & 1) == 0
@@ -44,15 +43,7 @@ def mask_logits(logits: Tensor, words: Tensor, places: Tensor) -> None:
     """Writes -inf into `logits` [num_reqs, rows, V] where `TokenMasks` do not allow a token."""
     num_reqs, rows, vocab_size = logits.shape
     assert logits.is_contiguous() and words.is_contiguous() and words.shape[1] == rows
+    sizes, options = (rows, vocab_size, words.shape[2]), overlap_options(logits.device)
     with on_device(logits):
-        _mask_logits_kernel[(num_reqs * rows, triton.cdiv(vocab_size, SLICE))](
-            logits,
-            words,
-            places,
-            rows,
-            vocab_size,
-            words.shape[2],
-            WORDS=WORDS,
-            num_warps=4,
-            **overlap_options(logits.device),
-        )
+        launch = _mask_logits_kernel[(num_reqs * rows, triton.cdiv(vocab_size, SLICE))]
+        launch(logits, words, places, *sizes, WORDS=WORDS, num_warps=4, **options)

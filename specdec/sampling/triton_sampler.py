@@ -103,19 +103,9 @@ def sample(
     vocab_size, positions = logits.shape[-1], positions.contiguous()
     slices = triton.cdiv(vocab_size, SLICE)
     keys = torch.empty(positions.numel(), slices, dtype=torch.int64, device=logits.device)
+    tensors, sizes = (logits, floats, ints, positions, least, keys), logits.shape
+    options = {"FILTERED": filtered, "SLICE": SLICE, "num_warps": 4}
+    options |= overlap_options(logits.device)
     with on_device(logits):
-        _draw_kernel[(len(keys), slices)](
-            logits,
-            floats,
-            ints,
-            positions,
-            least,
-            keys,
-            *logits.shape,
-            *logits.stride()[:2],
-            FILTERED=filtered,
-            SLICE=SLICE,
-            num_warps=4,
-            **overlap_options(logits.device),
-        )
+        _draw_kernel[(len(keys), slices)](*tensors, *sizes, *logits.stride()[:2], **options)
         return choose_slice(keys, positions.shape)

@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.kernels.triton_argmax import DTYPES, SLICE, token_key
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
-from specdec.sampling.triton_filters import COLDEST, min_kept
+from specdec.sampling.triton_filters import COLDEST, min_kept, number_of
 from specdec.sampling.triton_sampler import gumbel, noise_bits
 
 MAX_CANDIDATES = 64
@@ -25,14 +25,6 @@ GROUP = 64
 
 _LEAST = tl.constexpr(-(2**63))
 _LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)
-
-
-@triton.jit
-def number_of(order: tl.tensor) -> tl.tensor:
-    """The float32 that has this int32 in `specdec.kernels.triton_argmax.ordered`."""
-    return tl.where(
-        order < 0, -((-order).to(tl.float32, bitcast=True)), order.to(tl.float32, bitcast=True)
-    )
 
 
 @triton.jit
@@ -149,11 +141,8 @@ def _row_candidates_kernel(
     number = tl.arange(0, triton.next_power_of_2(COUNT))
     await_previous(OVERLAP)
     there = entry < SLICES * (SLICE // GROUP)
-    highest = _highest(
-        tl.load(maxima + row * (SLICES * (SLICE // GROUP)) + entry, mask=there, other=_LEAST),
-        number,
-        COUNT,
-    )
+    maxima += row * (SLICES * (SLICE // GROUP))
+    highest = _highest(tl.load(maxima + entry, mask=there, other=_LEAST), number, COUNT)
     of_slices = tl.load(parts + (row * SLICES + part) * 2, mask=part < SLICES, other=-float("inf"))
     totals = tl.load(parts + (row * SLICES + part) * 2 + 1, mask=part < SLICES, other=0.0)
     best = tl.max(of_slices, 0)
@@ -214,11 +203,7 @@ def candidates(
         filtered: a request may have top-k, top-p or min-p.
     """
     assert logits.stride(-1) == 1 and logits.dtype in DTYPES and positions.shape == logits.shape[:2]
-    assert (
-        floats.is_contiguous()
-        and ints.is_contiguous()
-        and (weights is None or weights.is_contiguous())
-    )
+    assert all(x is None or x.is_contiguous() for x in (floats, ints, weights))
     assert 1 <= count <= min(MAX_CANDIDATES, logits.shape[-1])
     least = min_kept(logits, floats, ints) if filtered else floats  # which is not read then
     rows, slices, device = positions.numel(), triton.cdiv(logits.shape[-1], SLICE), logits.device
@@ -226,26 +211,10 @@ def candidates(
     parts = torch.empty(rows, slices, 2, dtype=torch.float32, device=device)
     token_ids = torch.empty(*positions.shape, count, dtype=torch.int64, device=device)
     scores = torch.empty(token_ids.shape, dtype=torch.float32, device=device)
-    numbers = (
-        logits,
-        floats,
-        ints,
-        positions.contiguous(),
-        least,
-        weights,
-        target_ids,
-        maxima,
-        parts,
-    )
-    sizes = (*logits.shape, *logits.stride()[:2])
-    options = {
-        "SAMPLED": sampled,
-        "FILTERED": filtered,
-        "SLICE": SLICE,
-        "GROUP": GROUP,
-        "num_warps": 4,
-        **overlap_options(device),
-    }
+    inputs = logits, floats, ints, positions.contiguous(), least, weights, target_ids
+    numbers, sizes = (*inputs, maxima, parts), (*logits.shape, *logits.stride()[:2])
+    options = {"SAMPLED": sampled, "FILTERED": filtered, "SLICE": SLICE, "GROUP": GROUP}
+    options |= {"num_warps": 4, **overlap_options(device)}
     with on_device(logits):
         _group_maxima_kernel[(rows, slices)](*numbers, *sizes, **options)
         _row_candidates_kernel[(rows,)](

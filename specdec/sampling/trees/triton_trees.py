@@ -16,7 +16,7 @@ from specdec.base.blocks import DraftTree
 from specdec.kernels.triton_argmax import token_key
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
-from specdec.sampling.trees.triton_candidates import number_of
+from specdec.sampling.triton_filters import number_of
 
 _LEAST = tl.constexpr(-(2**63))
 
@@ -68,9 +68,8 @@ def _best_first_kernel(
         sibling = tl.max(tl.where(sibling < best, sibling, _LEAST), 0)
         total = number_of((best >> 32).to(tl.int32))
         behind = edges + tl.minimum(depth, DEPTH - 1) * depth_stride + rank * parent_stride
-        child = tl.max(
-            _children(behind, total, ((depth + 1) << 23) | ((n + 1) << 16) | (rank << 8), COUNT), 0
-        )
+        who = ((depth + 1) << 23) | ((n + 1) << 16) | (rank << 8)
+        child = tl.max(_children(behind, total, who, COUNT), 0)
         child = tl.where(depth < DEPTH, child, _LEAST)
         frontier = tl.where(frontier == best, sibling, frontier)
         frontier = tl.where(node == n + 1, child, frontier)
@@ -105,18 +104,10 @@ def best_first(edges: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
     assert num_nodes <= 64 and count <= 256
     found = torch.empty(5, num_reqs, num_nodes, dtype=torch.int64, device=edges.device)
     totals = torch.empty(num_reqs, num_nodes, dtype=torch.float32, device=edges.device)
-    options = {"num_warps": 1, **overlap_options(edges.device)}
+    options = {"NODES": num_nodes, "DEPTH": depth, "COUNT": count, "num_warps": 1}
+    options |= overlap_options(edges.device)
     with on_device(edges):
-        _best_first_kernel[(num_reqs,)](
-            edges,
-            *found,
-            totals,
-            *edges.stride()[:3],
-            NODES=num_nodes,
-            DEPTH=depth,
-            COUNT=count,
-            **options,
-        )
+        _best_first_kernel[(num_reqs,)](edges, *found, totals, *edges.stride()[:3], **options)
     return *found, totals
 
 
@@ -147,11 +138,9 @@ def best_chain(edges: Tensor) -> Tensor:
     num_reqs, depth, _, count = edges.shape
     assert edges.dtype == torch.float32 and edges.stride(-1) == 1 and count <= 256
     ranks = torch.empty(num_reqs, depth, dtype=torch.int64, device=edges.device)
-    options = {"num_warps": 1, **overlap_options(edges.device)}
+    options = {"DEPTH": depth, "COUNT": count, "num_warps": 1, **overlap_options(edges.device)}
     with on_device(edges):
-        _best_chain_kernel[(num_reqs,)](
-            edges, ranks, *edges.stride()[:3], DEPTH=depth, COUNT=count, **options
-        )
+        _best_chain_kernel[(num_reqs,)](edges, ranks, *edges.stride()[:3], **options)
     return ranks
 
 
@@ -195,32 +184,13 @@ def walk(
 ) -> tuple[Tensor, Tensor]:
     """See `specdec.sampling.trees.trees.walk`; all are contiguous."""
     num_reqs, num_nodes = token_ids.shape
-    assert (
-        token_ids.is_contiguous()
-        and target_ids.is_contiguous()
-        and target_ids.shape == (num_reqs, num_nodes + 1)
-    )
-    assert (
-        tree.parents.is_contiguous()
-        and tree.depths.is_contiguous()
-        and tree.ancestors.is_contiguous()
-        and depth <= num_nodes
-    )
+    drafts = token_ids, tree.parents, tree.depths, tree.ancestors, target_ids
+    assert all(x.is_contiguous() for x in drafts) and depth <= num_nodes
+    assert target_ids.shape == (num_reqs, num_nodes + 1)
     path = torch.empty(num_reqs, depth + 1, dtype=torch.int64, device=token_ids.device)
     num_accepted = torch.empty(num_reqs, dtype=torch.int64, device=token_ids.device)
-    options = {"num_warps": 1, **overlap_options(token_ids.device)}
+    options = {"NODES": num_nodes, "DEPTH": depth, "num_warps": 1}
+    options |= overlap_options(token_ids.device)
     with on_device(token_ids):
-        _walk_kernel[(num_reqs,)](
-            token_ids,
-            tree.parents,
-            tree.depths,
-            tree.ancestors,
-            target_ids,
-            num_drafts,
-            path,
-            num_accepted,
-            NODES=num_nodes,
-            DEPTH=depth,
-            **options,
-        )
+        _walk_kernel[(num_reqs,)](*drafts, num_drafts, path, num_accepted, **options)
     return path, num_accepted

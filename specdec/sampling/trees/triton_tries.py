@@ -15,7 +15,7 @@ from specdec.base.blocks import MAX_NODES, DraftTree
 from specdec.kernels.triton_argmax import token_key
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
-from specdec.sampling.trees.triton_candidates import number_of
+from specdec.sampling.triton_filters import number_of
 
 WARPS = 8
 """So many hold what 63 drafts are compared with, without spilling."""
@@ -67,17 +67,15 @@ def _store_best(
     its_link = tl.where(counts, tl.gather(link, place, 0), 0)
     before = (its_link & 0xFFFF).to(tl.int32)
     earlier = (node[None, :] < node[:, None]) & counts[None, :]
-    parent = tl.max(
-        tl.where(earlier & (entry[None, :] + 1 == before[:, None]), node[None, :] + 1, 0), 1
-    )
+    is_parent = earlier & (entry[None, :] + 1 == before[:, None])
+    parent = tl.max(tl.where(is_parent, node[None, :] + 1, 0), 1)
     above = _followed(tl.full([MOST], 1, tl.int64) << node, parent, _turns(DEPTH))
     score = tl.where(counts, number_of((chosen >> 32).to(tl.int32)), -float("inf"))
     if LOGARITHMS:  # whatever they are rounded to, none is above the one before
         score = tl.where(counts, tl.log(tl.where(counts, score, 1.0)), -float("inf"))
         score = tl.minimum(score, tl.min(tl.where(earlier, score[None, :], float("inf")), 1))
-    rank = tl.sum(
-        ((node[None, :] < node[:, None]) & (parent[None, :] == parent[:, None])).to(tl.int64), 1
-    )
+    siblings = (node[None, :] < node[:, None]) & (parent[None, :] == parent[:, None])
+    rank = tl.sum(siblings.to(tl.int64), 1)
     within = node < NODES
     stride = tl.num_programs(0).to(tl.int64) * NODES
     place = request * NODES + node
@@ -115,9 +113,8 @@ def _trie_kernel(
     place = request * COUNT + one
     length = tl.load(lengths + place, mask=one < COUNT, other=0)
     rows = continuations + request * request_stride + one * occurrence_stride
-    tokens = tl.load(
-        rows[None, :] + level, mask=(level < DEPTH) & (level < length[None, :]), other=-1
-    )
+    there = (level < DEPTH) & (level < length[None, :])
+    tokens = tl.load(rows[None, :] + level, mask=there, other=-1)
     kept = tl.where(length > 0, tl.load(weights + place, mask=one < COUNT, other=0.0), 0.0)
     keep = tl.load(keeps + place, mask=one < COUNT, other=0.0)
     total = tl.sum(kept, 0)
@@ -132,11 +129,8 @@ def _trie_kernel(
         kept = kept * keep
         share = tl.sum(tl.where(agreeing, kept[None, :], 0.0), 1) / total
         first = MANY - tl.max(tl.where(agreeing, MANY - one[None, :], 0), 1)
-        key = tl.where(
-            (first == one) & (token >= 0),
-            token_key(share, ((depth + 1) << 16) | (depth * MANY + one)),
-            _LEAST,
-        )
+        key = token_key(share, ((depth + 1) << 16) | (depth * MANY + one))
+        key = tl.where((first == one) & (token >= 0), key, _LEAST)
         keys = tl.where(level == depth, key[None, :], keys)
         links = tl.where(level == depth, ((token << 16) | before)[None, :], links)
         before = depth * MANY + first + 1
@@ -175,17 +169,10 @@ def _tree(
     score = tl.load(logs + place, mask=within, other=0.0)
     if shifts is not None:
         score += tl.load(shifts + request)
-    exists = (
-        within & (node < tl.load(counts + request)) & (depth <= DEPTH) & (score > -float("inf"))
-    )
-    return (
-        exists,
-        token,
-        parent,
-        depth,
-        score,
-        _followed(_mixed(token, depth), parent, _turns(DEPTH)),
-    )
+    exists = within & (node < tl.load(counts + request))
+    exists = exists & (depth <= DEPTH) & (score > -float("inf"))
+    path = _followed(_mixed(token, depth), parent, _turns(DEPTH))
+    return (exists, token, parent, depth, score, path)
 
 
 @triton.jit
@@ -219,17 +206,9 @@ def _union_kernel(
         tokens, parents, depths, logs, counts, shifts, request, FIRST, SIZE, DEPTH
     )
     other_exists, other_token, other_parent, other_depth, other_score, other_path = _tree(
-        other_tokens,
-        other_parents,
-        other_depths,
-        other_logs,
-        other_counts,
-        other_shifts,
-        request,
-        SECOND,
-        SIZE,
-        DEPTH,
-    )
+        other_tokens, other_parents, other_depths, other_logs, other_counts, other_shifts, request,
+        SECOND, SIZE, DEPTH,
+    )  # fmt: skip
     # Equal sums are equal paths, or rather chance would have to make equals of 64 bits; then a
     # draft were wrong, and no output.
     same = (path[:, None] == other_path[None, :]) & exists[:, None] & other_exists[None, :]
@@ -242,10 +221,9 @@ def _union_kernel(
     other_key = token_key(other_score, (other_depth << 16) | (FIRST + node))
     other_key = tl.where(other_exists & (twin == 0), other_key, _LEAST)
     links = tl.join((token << 16) | parent, (other_token << 16) | other_parent)
+    links = tl.reshape(links, [2 * SIZE])
     keys = tl.reshape(tl.join(key, other_key), [2 * SIZE])
-    _store_best(
-        keys, tl.reshape(links, [2 * SIZE]), found, scores, num_drafts, FIRST, NODES, DEPTH, False
-    )
+    _store_best(keys, links, found, scores, num_drafts, FIRST, NODES, DEPTH, False)
 
 
 Drafts = tuple[DraftTree, Tensor, Tensor, Tensor]
@@ -263,31 +241,18 @@ def trie(
         weights, keep: float32 [num_reqs, M].
     """
     num_reqs, count, depth = continuations.shape
-    assert (
-        continuations.stride(-1) == 1
-        and continuations.dtype == lengths.dtype == torch.int64
-        and count * depth < 2**15
-    )
+    assert continuations.stride(-1) == 1 and count * depth < 2**15
+    assert continuations.dtype == lengths.dtype == torch.int64
     assert weights.shape == keep.shape == lengths.shape
     assert weights.dtype == keep.dtype == torch.float32
-    found, scores, num_drafts = _room(num_reqs, num_nodes, continuations.device)
+    room = _room(num_reqs, num_nodes, continuations.device)
+    of_paths = (part.contiguous() for part in (lengths, weights, keep))
+    options = {"COUNT": count, "DEPTH": depth, "NODES": num_nodes, "num_warps": WARPS}
+    options |= overlap_options(continuations.device)
     with on_device(continuations):
-        _trie_kernel[(num_reqs,)](
-            continuations,
-            lengths.contiguous(),
-            weights.contiguous(),
-            keep.contiguous(),
-            found,
-            scores,
-            num_drafts,
-            *continuations.stride()[:2],
-            COUNT=count,
-            DEPTH=depth,
-            NODES=num_nodes,
-            num_warps=WARPS,
-            **overlap_options(continuations.device),
-        )
-    return _drafts(found, scores, num_drafts)
+        launch, strides = _trie_kernel[(num_reqs,)], continuations.stride()[:2]
+        launch(continuations, *of_paths, *room, *strides, **options)
+    return _drafts(*room)
 
 
 def merge(
@@ -298,28 +263,18 @@ def merge(
 ) -> Drafts:
     """See `specdec.sampling.trees.tries.merge_trees`; of the trees all fields of `ScoredDrafts`."""
     num_reqs, first = one[1].shape
-    second = other[1].shape[1]
-    found, scores, num_drafts = _room(num_reqs, num_nodes, one[1].device)
+    room = _room(num_reqs, num_nodes, one[1].device)
     parts = (
         part
         for tree, token_ids, *rest in (one, other)
         for part in (token_ids, tree.parents, tree.depths, *rest)
     )
     trees = [None if part is None else part.contiguous() for part in parts]
-    with on_device(found):
-        _union_kernel[(num_reqs,)](
-            *trees,
-            found,
-            scores,
-            num_drafts,
-            FIRST=first,
-            SECOND=second,
-            DEPTH=depth,
-            NODES=num_nodes,
-            num_warps=WARPS,
-            **overlap_options(found.device),
-        )
-    return _drafts(found, scores, num_drafts)
+    options = {"FIRST": first, "SECOND": other[1].shape[1], "DEPTH": depth, "NODES": num_nodes}
+    options |= {"num_warps": WARPS, **overlap_options(one[1].device)}
+    with on_device(one[1]):
+        _union_kernel[(num_reqs,)](*trees, *room, **options)
+    return _drafts(*room)
 
 
 def _room(num_reqs: int, num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
