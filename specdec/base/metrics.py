@@ -15,6 +15,17 @@ MAX_COUNT = 2**16
 PREDICTED = -1
 """The part of a step whose drafts were copied from what the request predicted."""
 
+_BY_STEP = ("num_drafted", "num_accepted", "num_emitted", "tree_sizes", "parts")
+_TOTALS = ("num_drafted", "num_verified", "num_accepted", "num_emitted")
+_FIGURES = ("tau", "mean_accepted", "acceptance_rate", "num_offered", "histogram")
+_FIGURES += (
+    "drafted_histogram",
+    "verified_by_slot",
+    "steps_by_shape",
+    "num_by_rank",
+    "share_by_rank",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceStats:
@@ -53,16 +64,7 @@ class AcceptanceStats:
             object.__setattr__(self, "tree_sizes", [0] * len(self.num_drafted))
         if not self.parts:
             object.__setattr__(self, "parts", [0] * len(self.num_drafted))
-        steps = {
-            len(of)
-            for of in (
-                self.num_drafted,
-                self.num_accepted,
-                self.num_emitted,
-                self.tree_sizes,
-                self.parts,
-            )
-        }
+        steps = {len(getattr(self, name)) for name in _BY_STEP}
         if len(steps) > 1:
             raise InvalidInputError(
                 f"statistics are of {' and '.join(map(str, sorted(steps)))} steps; all lists have"
@@ -79,7 +81,7 @@ class AcceptanceStats:
         Traceback (most recent call last):
         specdec.base.errors.InvalidInputError: num_drafted holds 100000; it must lie in [0, 65536)
         """
-        for name in ("num_drafted", "num_accepted", "num_emitted", "tree_sizes", "parts"):
+        for name in _BY_STEP:
             least = PREDICTED if name == "parts" else 0
             for value in getattr(self, name):
                 if not least <= value < MAX_COUNT:
@@ -147,7 +149,7 @@ class AcceptanceStats:
         >>> AcceptanceStats([2, 2, 2], num_accepted=[2, 0, 2], num_emitted=[3, 1, 3]).histogram
         [0, 1, 0, 2]
         """
-        return _histogram(self.num_emitted)
+        return occurrences(self.num_emitted)
 
     @property
     def drafted_histogram(self) -> list[int]:
@@ -157,7 +159,7 @@ class AcceptanceStats:
         >>> AcceptanceStats([2, 0, 2], [2, 0, 0], num_emitted=[3, 1, 1]).drafted_histogram
         [1, 0, 2]
         """
-        return _histogram(self.num_verified)
+        return occurrences(self.num_verified)
 
     @property
     def verified_by_slot(self) -> list[int]:
@@ -224,20 +226,8 @@ class AcceptanceStats:
         """Totals and figures for a JSON report."""
         return {
             "num_steps": self.num_steps,
-            "num_drafted": sum(self.num_drafted),
-            "num_verified": sum(self.num_verified),
-            "num_accepted": sum(self.num_accepted),
-            "num_emitted": sum(self.num_emitted),
-            "tau": self.tau,
-            "mean_accepted": self.mean_accepted,
-            "acceptance_rate": self.acceptance_rate,
-            "num_offered": self.num_offered,
-            "histogram": self.histogram,
-            "drafted_histogram": self.drafted_histogram,
-            "verified_by_slot": self.verified_by_slot,
-            "steps_by_shape": self.steps_by_shape,
-            "num_by_rank": self.num_by_rank,
-            "share_by_rank": self.share_by_rank,
+            **{name: sum(getattr(self, name)) for name in _TOTALS},
+            **{name: getattr(self, name) for name in _FIGURES},
             "by_part": [list(part) for part in self.by_part],  # as JSON has it
         }
 
@@ -251,10 +241,10 @@ def at_least(histogram: Sequence[int]) -> list[int]:
     return list(accumulate(reversed(histogram[1:])))[::-1]
 
 
-def _histogram(values: Sequence[int]) -> list[int]:
-    """How often each of 0, 1, 2, ... occurs."""
+def occurrences(values: Sequence[int], least: int = 0) -> list[int]:
+    """How often each of 0, 1, 2, ... occurs, with `least` entries or more."""
     counts = Counter(values)
-    return [counts[value] for value in range(max(values, default=-1) + 1)]
+    return [counts[value] for value in range(max(least, max(values, default=-1) + 1))]
 
 
 def pooled(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:
@@ -266,16 +256,11 @@ def pooled(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:
     2.0
     """
     every = list(stats)
-    return AcceptanceStats(
-        num_drafted=list(chain.from_iterable(one.num_drafted for one in every)),
-        num_accepted=list(chain.from_iterable(one.num_accepted for one in every)),
-        num_emitted=list(chain.from_iterable(one.num_emitted for one in every)),
-        tree_sizes=list(chain.from_iterable(one.tree_sizes for one in every)),
-        num_by_rank=[
-            sum(counts) for counts in zip_longest(*(one.num_by_rank for one in every), fillvalue=0)
-        ],
-        parts=list(chain.from_iterable(one.parts for one in every)),
-    )
+    by_step = {
+        name: list(chain.from_iterable(getattr(one, name) for one in every)) for name in _BY_STEP
+    }
+    ranks = zip_longest(*(one.num_by_rank for one in every), fillvalue=0)
+    return AcceptanceStats(**by_step, num_by_rank=[sum(counts) for counts in ranks])
 
 
 def mean_tau(stats: Iterable[AcceptanceStats]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.base.metrics import pooled
+from specdec.base.metrics import occurrences, pooled
 from specdec.session.outputs import GenerationResult
 
 
@@ -21,7 +21,7 @@ def meta_info(results: Sequence[GenerationResult]) -> dict[str, Any]:
         "spec_accept_rate": accepted / drafted if drafted else 0.0,
         "spec_accept_token_num": accepted,
         "spec_draft_token_num": drafted,
-        "spec_accept_histogram": _histogram(stats.num_accepted),
+        "spec_accept_histogram": occurrences(stats.num_accepted),
         "spec_draft_histogram": stats.drafted_histogram,
     }
 
@@ -36,7 +36,7 @@ def speculative_decoding(results: Sequence[GenerationResult]) -> dict[str, Any]:
     return {
         "mean_acceptance_length": 1 + sum(accepted) / steps if steps else 1.0,
         "draft_acceptance_rate": sum(accepted) / drafts if drafts else 0.0,
-        "acceptance_histogram": _histogram(accepted, least=max(stats.num_drafted, default=0) + 1),
+        "acceptance_histogram": occurrences(accepted, least=max(stats.num_drafted, default=0) + 1),
         "num_spec_steps": steps,
         "num_accepted_draft_tokens": sum(accepted),
         "num_draft_tokens": drafts,
@@ -47,8 +47,3 @@ def prediction_details(results: Sequence[GenerationResult]) -> dict[str, int]:
     """OpenAI's figures: drafts that were copied from the prediction."""
     accepted, rejected = pooled(result.stats for result in results).num_predicted
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-
-
-def _histogram(values: Sequence[int], least: int = 0) -> list[int]:
-    """How often each of 0, 1, 2, ... occurs, with `least` entries or more."""
-    return [values.count(value) for value in range(max(least, max(values, default=-1) + 1))]
