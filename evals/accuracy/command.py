@@ -12,7 +12,7 @@ from specdec.base.errors import InvalidInputError
 from specdec.base.packages import install_command
 from specdec.base.registry import drafter_name
 from specdec.base.writing import check_writable, make_folder, write_text
-from specdec.cli.fields import adding, whole_number
+from specdec.cli.fields import adding, from_options, whole_number
 from specdec.cli.options import (
     cluster_config,
     engine_config,
@@ -141,20 +141,8 @@ def run(args: argparse.Namespace) -> int:
 
     drafter = drafter_name(args.drafter, args.model)
     system, origin = _system(args, drafter)
-    config = EvalConfig(
-        tasks=tuple(args.tasks),
-        data=data,
-        limit=args.limit,
-        num_fewshot=args.num_fewshot,
-        chat=args.chat,
-        system=args.system,
-        gen_kwargs=_gen_kwargs(args),
-        seed=args.seed,
-        log_samples=args.log_samples,
-        folder=folder,
-        peers=tuple(args.peer),
-        think_end_token=args.think_end_token,
-    )
+    others = {"data": data, "gen_kwargs": _gen_kwargs(args), "peers": tuple(args.peer)}
+    config = EvalConfig(**from_options(EvalConfig, args) | others, folder=folder)
     try:
         report = evaluate(system, drafter, config, origin)
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from evals.bench import shapes
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import check_writable, place_of, write_text
-from specdec.cli.fields import adding
+from specdec.cli.fields import adding, from_options
 from specdec.cli.options import (
     cluster_config,
     engine_options,
@@ -274,31 +274,20 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
     from evals.prompt_sets import load_prompt_set, parse_data
 
     files = parse_data(args.data, args.sets, "--sets")
+    sets = (
+        load_prompt_set(name, files=files, limit=args.limit, per_category=args.per_category)
+        for name in args.sets
+    )
     return BenchConfig(
-        sets=tuple(
-            load_prompt_set(name, files=files, limit=args.limit, per_category=args.per_category)
-            for name in args.sets
-        ),
+        sets=tuple(sets),
         drafters=tuple(args.drafter),
         num_draft_tokens=tuple(args.num_draft_tokens),
         trees=tuple(nodes for nodes in args.tree_nodes if nodes is not None),
         budgets=tuple(budget for budget in args.verify_budget if budget is not None),
         temperatures=tuple(args.temperature),
-        top_k=args.top_k,
-        top_p=args.top_p,
         concurrencies=tuple(args.max_num_seqs),
-        max_tokens=args.max_tokens,
-        repeats=args.repeats,
-        warmup=args.warmup,
-        seed=args.seed,
-        raw=args.raw,
         peers=tuple(args.peer),
-        graphs=args.graphs,
-        memory_bytes=args.memory_bytes,
-        max_model_len=args.max_model_len,
-        max_prefill_tokens=args.max_prefill_tokens,
-        draft_sampling=args.draft_sampling,
-        behind_hits=args.behind_hits,
+        **from_options(BenchConfig, args),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import check_writable
+from specdec.cli.fields import from_options
 from specdec.cli.options import say_gpu
 from specdec.device.device import cache_dtype, resolve_device, resolve_dtype
 
@@ -55,17 +56,12 @@ def measure_dummy(args: argparse.Namespace) -> int:
     quantize = None if args.weights in ("as-stored", "bfloat16") else args.weights
     check_way(quantize)
     config = DummyConfig(
-        prompt_tokens=tuple(args.prompt_tokens),
         concurrencies=tuple(args.max_num_seqs),
-        verify_rows=tuple(args.verify_rows),
         trees=tuple(nodes for nodes in args.tree_nodes if nodes),
         steps=args.max_tokens,
-        repeats=args.repeats,
-        warmup=args.warmup,
-        seed=args.seed,
         peers=tuple(args.peer),
-        graphs=args.graphs,
         quantize=quantize,
+        **from_options(DummyConfig, args),
     )
     file = config_file(args.dummy_weights)
     shape, device = read_config(file), rank_device(resolve_device(args.device))
