@@ -41,8 +41,7 @@ class Parting:
 
 
 def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """First position at which two outputs differ, the end of the shorter one included; None when
-    they are the same.
+    """First position at which two outputs differ, or the shorter one ends; None for the same.
 
     >>> [first_divergence(*pair) for pair in (([5, 6], [5, 6]), ([5, 6], [5, 9]), ([5], [5, 6]))]
     [None, 1, 1]

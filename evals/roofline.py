@@ -69,8 +69,7 @@ def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> 
 def bound(
     engine: SpecEngine, *, bandwidth: float, tau: float, num_reqs: int, context: float
 ) -> dict[str, Any]:
-    """The bound for a report: bytes of a step, and the tokens per second if every request were in
-    every step.
+    """The bound for a report: bytes of a step, and tokens per second with all requests in each.
 
     Args:
         bandwidth: bytes per second.

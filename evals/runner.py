@@ -76,8 +76,7 @@ def run_set(
 ) -> Pass:
     """Decodes every turn of every item; a later turn sees the same system's answers.
 
-    The clock runs while the system decodes. Tokenizing prompts and turning answers into text for
-    the next turn are outside it.
+    The clock runs while the system decodes; tokenizing and making texts are outside it.
 
     Args:
         sampling: how to decode; item `i` uses `sampling.seed + i`.

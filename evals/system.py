@@ -26,8 +26,7 @@ class Timed:
     Attributes:
         number: of its prompt.
         result: what it is.
-        seconds: since the answer before it, of the same engine; the sum over all of them is the
-            time of decoding.
+        seconds: since the same engine's answer before it; their sum is the time of decoding.
     """
 
     number: int

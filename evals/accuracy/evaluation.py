@@ -73,8 +73,7 @@ def evaluate(
     With a folder, every finished sample is stored at once; a run that died goes on there.
 
     Raises:
-        SpecDecError: an unknown task, bad data, a limit too large, other settings than those of the
-            journals.
+        SpecDecError: an unknown task, bad data, too large a limit, or not the journals' settings.
     """
     from evals.accuracy.lm_eval_model import SpecdecLM
     from evals.accuracy.lm_eval_peers import check_peers, harness_peer

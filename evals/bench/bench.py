@@ -172,8 +172,7 @@ class Bench:
             if config.behind_hits:
                 side.hits = run(side, "behind hits", hits=True)
                 side.decoder.engine.scheduler.prefix.enabled = False
-            # Apart from the timed passes, because on an accelerator timing the phases makes the
-            # host wait, many times over.
+            # Apart from the timed passes: timing phases makes an accelerator's host wait.
             timer = side.decoder.engine.timer
             timer.enabled = True
             sample = replace(prompts, items=prompts.items[: max(concurrency, SPLIT_ITEMS)])

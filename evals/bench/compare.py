@@ -45,9 +45,8 @@ class Comparison:
         sampling: how both decoded, the seed included.
         plain, speculative: speed of the timed runs.
         stats: verify steps of the first speculative run, one entry per prompt.
-        divergences: prompts whose outputs differ, where they first do; None when they were not
-            compared, because probabilistic drafts keep the distribution of sampled tokens rather
-            than the tokens.
+        divergences: prompts whose outputs differ, where they first do; None when not compared:
+            probabilistic drafts keep the distribution of sampled tokens only.
     """
 
     sampling: SamplingParams
@@ -81,8 +80,7 @@ def compare(
 ) -> Comparison:
     """Decodes `inputs` with `decoder` and with its plain twin, in turn, `repeats` times each.
 
-    Both are warmed up on the same prompts, so both find them in their prefix caches and the time is
-    that of decoding.
+    Both are warmed up on the same prompts, found in their prefix caches: decoding is timed.
 
     Args:
         inputs: prompts as `SpecDecoder.generate` takes them.

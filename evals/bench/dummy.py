@@ -35,8 +35,7 @@ class DummyConfig:
     """What is measured.
 
     Attributes:
-        prompt_tokens: lengths of prompts. The first is measured with every number of requests,
-            further ones with one request.
+        prompt_tokens: lengths of prompts. All but the first are measured with one request.
         concurrencies: requests at once.
         verify_rows: rows per request of steps that verify a chain of drafts; 1 for none.
         trees: drafts per request of steps that verify a tree.
@@ -46,8 +45,7 @@ class DummyConfig:
         seed: of weights and prompts.
         peers: only "vllm" knows dummy weights.
         graphs: what to capture, see `EngineConfig`.
-        quantize: how the weights are quantized, see `verifiers.weights.quantize`; None for plain
-            numbers.
+        quantize: how weights are, see `verifiers.weights.quantize`; None: not at all.
     """
 
     prompt_tokens: tuple[int, ...] = (1024,)
@@ -108,10 +106,8 @@ class DummyBench:
     """A sweep over lengths of prompts and numbers of requests.
 
     Args:
-        met: different experts that so many rows met, by number of rows; see
-            `verifiers.dummy.experts_met`.
-        weights: folder with the target's weights for the peer, see `verifiers.dummy.write_weights`;
-            None gives it none.
+        met: different experts met, by number of rows; see `verifiers.dummy.experts_met`.
+        weights: folder with weights for the peer, see `verifiers.dummy.write_weights`; or None.
         per_step: see `Room.of`.
 
     Raises:

@@ -103,8 +103,7 @@ class Room:
     def of(
         cls, verifier: Verifier, num_reqs: int, prompt_tokens: int, steps: int, per_step: int = 2
     ) -> Room:
-        """Room for so many prompts and the steps behind them; some requests begin to decode while
-        others are prefilled.
+        """Room for so many prompts and steps; some requests decode while others are prefilled.
 
         Args:
             per_step: most tokens that a step puts out for a request; with drafts that nobody forces

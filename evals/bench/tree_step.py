@@ -21,12 +21,10 @@ MAX_TOKENS = 64
 
 
 class RecordingDrafter(BoundDrafter):
-    """Another drafter, whose trees are copied to the host, and with each what became of it. The
-    host waits for that.
+    """Another drafter, whose trees and what became of them are copied to the host, which waits.
 
     Attributes:
-        steps: of the first request of every batch with trees, the entries of `tree_step` with token
-            ids in place of texts.
+        steps: the entries of `tree_step`, with token ids for texts, of each batch's first request.
     """
 
     def __init__(self, drafter: BoundDrafter) -> None:
@@ -77,8 +75,7 @@ def tree_step(
     """A step of the set's first question: of those that accept a draft which is not its position's
     likeliest, if there are any, the one that accepts most.
 
-    An engine of its own decodes the question alone; its steps are not captured, so that a recorder
-    can look on.
+    An engine of its own decodes the question, without captured steps: a recorder looks on.
 
     Returns:
         `prompt` (its id), `step` (from 1) of `num_steps`; `tokens`, texts by row of the block, that

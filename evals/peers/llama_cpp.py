@@ -122,8 +122,7 @@ def load(detail: str | None, *, verifier: Verifier) -> LlamaCppPeer:
     behind a + on that of a draft model.
 
     Raises:
-        InvalidInputError: not installed, no file, or the target's checkpoint asks for what it has
-            otherwise.
+        InvalidInputError: not installed, no file, or it has otherwise what the target asks for.
     """
     defaults = verifier.defaults
     if defaults.repetition_penalty != 1 or defaults.min_tokens or defaults.min_length:

@@ -27,8 +27,7 @@ class Peer(Protocol):
         name: as the user gave it.
         version: of the system.
         max_concurrency: conversations it can decode at once; None for any number.
-        tau: tokens per verify step of the last `generate`, as it counts them; None where it does
-            not tell.
+        tau: tokens per verify step of the last `generate`; None where it does not tell.
     """
 
     name: str
@@ -39,16 +38,14 @@ class Peer(Protocol):
     def generate(
         self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int
     ) -> list[list[int]]:
-        """Output tokens of every prompt, an end token included, decoding at most `concurrency` of
-        them at a time.
+        """Output tokens of all prompts, end tokens included, at most `concurrency` at a time.
 
         The samplings leave nothing to the checkpoint, see `SamplingDefaults.fill`.
         """
 
 
 def load_peer(name: str, verifier: Verifier) -> Peer:
-    """The system called `name`, which may carry a detail behind a colon, loaded with the weights of
-    `verifier`.
+    """The system called `name`, perhaps with a detail behind a colon, with `verifier`'s weights.
 
     Raises:
         InvalidInputError: unknown, not installed, or unable to run this target.

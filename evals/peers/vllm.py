@@ -78,8 +78,7 @@ class VllmPeer:
         self._request_ids = count()
 
     def _speculation(self, drafter: str) -> dict[str, Any]:
-        """vLLM's options for a drafter, read where it lies; one with a head is written in the
-        layout of speculators before.
+        """vLLM's options for a drafter where it lies; one with a head is first written anew.
 
         Raises:
             SpecDecError: the drafter cannot be read, or vLLM would draft otherwise.
@@ -174,8 +173,7 @@ class VllmPeer:
 
 
 def _without_other_weights(folder: Path) -> TemporaryDirectory[str] | None:
-    """Links to the files of `folder` save the weights that Transformers leaves aside; None when
-    there are none.
+    """Links to the files of `folder`, without weights that Transformers leaves aside; or None.
 
     Without an index, Transformers reads `model.safetensors` alone and vLLM every safetensors file.
     """

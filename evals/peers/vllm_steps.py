@@ -136,8 +136,7 @@ class VllmSteps:
 
     def _times(self, prompts: Sequence[list[int]], most: int) -> list[float]:
         """Seconds from the first request until every request has 1, 2, ... `most` tokens."""
-        # Those that began first go on until the last one has its tokens, so that all steps have all
-        # rows.
+        # The first go on until the last has its tokens, so that all steps have all rows.
         spare = 0 if most == 1 else len(prompts)
         ends: list[float] = []
         started = time.perf_counter()

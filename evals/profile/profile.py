@@ -42,8 +42,7 @@ class StepProfile:
         num_reqs: conversations in the batch.
         k: most drafts per step.
         context: tokens of the longest conversation when the measurement began.
-        step_ms: milliseconds per step, one entry per step, measured without the profiler, as steps
-            follow one another.
+        step_ms: milliseconds of each step, without the profiler, as steps follow one another.
         busy_ms: milliseconds per step in which a kernel ran, as profiled; None on a CPU.
         bandwidth: bytes per second that the device reads.
         step_bytes: bytes that a step has to read.
@@ -74,15 +73,12 @@ def profile_steps(
         decoder: its engine has to take all prompts at once.
         prompts: token ids, one list per conversation.
         steps: steps timed without the profiler, then as many under it.
-        warmup: steps before them, after the prefill. When a step is captured as a graph after them,
-            all begins again.
+        warmup: steps between the prefill and them. If one is captured later, all begins again.
         trace: where to write the trace, to be opened with chrome://tracing or Perfetto.
 
     Raises:
-        InvalidInputError: more prompts than the engine decodes at once, too few steps, or a trace
-            that cannot be written.
-        CapacityError: prompt and steps do not fit, or somebody's output came to its end before the
-            measurement did.
+        InvalidInputError: more prompts than decode at once, too few steps, or no place for a trace.
+        CapacityError: prompt and steps do not fit, or an output ended before the measurement.
     """
     engine = decoder.engine
     if len(prompts) > engine.config.max_num_seqs:

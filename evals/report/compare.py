@@ -16,8 +16,7 @@ def compare_reports(one: Report, other: Report | None = None) -> str:
     """Table of what both reports measured, after whatever makes them hard to compare.
 
     Args:
-        other: the newer one; ratios are `other` to `one`. None compares the first one's own
-            sides with drafts.
+        other: the newer one; ratios are to `one`. None compares the first one's own sides.
 
     Raises:
         InvalidInputError: the reports have nothing in common, or a kind that is not compared.

@@ -28,8 +28,7 @@ class Grid:
 
 
 def align(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
-    """Lines with columns of equal width, two spaces apart; columns in `left` begin, the others end
-    together.
+    """Lines of columns two spaces apart; those in `left` begin together, the others end so.
 
     >>> align([("a", "1"), ("bcd", "22")], left=(0,))
     ['a     1', 'bcd  22']

@@ -22,8 +22,7 @@ _LATEX = {char: f"\\{char}" for char in "&%$#_{}"} | {
 
 
 def paper(reports: Sequence[tuple[str, Report]], style: str) -> str:
-    """One table for each set with categories, and one of several sets, of every temperature and
-    concurrency.
+    """A table for each set with categories and one of sets, by temperature and concurrency.
 
     Args:
         reports: bench reports with the names of their files; all drafters stand in one table.

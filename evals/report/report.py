@@ -31,8 +31,7 @@ def new_report(schema: str, provenance: dict[str, Any], settings: dict[str, Any]
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Writes a report as a whole or not at all, over an earlier one; a device or a pipe is told a
-    complete one alone.
+    """Writes a report whole or not at all, over an earlier one; a pipe gets a complete one only.
 
     Raises:
         CapacityError, InvalidInputError: see `specdec.base.writing.write_atomically`.

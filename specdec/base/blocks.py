@@ -1,5 +1,4 @@
-"""The block that a step verifies of a request: its anchor, and drafts behind it that form a chain
-or a tree.
+"""The block that a step verifies of a request: its anchor, and a chain or a tree of drafts.
 
 Rows of a block: row 0 is the anchor, at position L; rows 1 to N are the drafts. In a chain row `i`
 continues row `i - 1`. In a tree it continues the row that `DraftTree.parents` names, which comes
@@ -21,14 +20,12 @@ MAX_NODES = 64
 
 
 class BlockShape(NamedTuple):
-    """How many drafts a step has for each request, and how they may lie. Steps of one shape have
-    the same operations.
+    """How many drafts a step has for each request, and how they may lie: one set of operations.
 
     Attributes:
         drafts: N, rows beside the anchor; 0 decodes plainly.
         tree_depth: most drafts of a path, at most N; 0 is a chain.
-        budget: drafts of a request that are verified on average, the likeliest of all requests of
-            the step; 0 verifies all.
+        budget: drafts of a request verified on average, the step's likeliest; 0 verifies all.
 
     >>> BlockShape(15).depth, BlockShape(64, tree_depth=15).depth
     (15, 15)
@@ -87,10 +84,8 @@ class DraftTree:
     Attributes:
         parents: int64 [num_reqs, N], the row that a draft continues; 0 is the anchor.
         depths: int64 [num_reqs, N], from 1.
-        ancestors: int64 [num_reqs, N], of row `i` the bit `i - 1` and those of the drafts above it.
-            The anchor has no bit.
-        ranks: int64 [num_reqs, N], place of the draft among the candidates of its position, 0 for
-            the likeliest.
+        ancestors: int64 [num_reqs, N], of row `i` the bit `i - 1` and those of drafts above it.
+        ranks: int64 [num_reqs, N], the draft's place among its position's candidates, from 0.
     """
 
     parents: Tensor

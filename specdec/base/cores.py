@@ -8,9 +8,8 @@ from pathlib import Path
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores that this process may keep busy, at least 1.
 
-    Torch counts the cores it may run on and does not see a container's quota of time on them.
-    Threads beyond the quota are stopped in turn while the others wait for them at the end of every
-    operation.
+    Torch counts the cores it may run on and sees no container's quota of their time. Threads beyond
+    the quota are stopped in turn, and the others wait for them in every operation.
 
     Args:
         cgroup: where the kernel shows the limits of the process's control group, version 2 or 1.

@@ -49,8 +49,7 @@ class BackendError(SpecDecError):
 
 
 def one_line(error: BaseException, most: int = 200) -> str:
-    """The beginning of a library's message, of so many characters, on one line; the error's type
-    where it says nothing.
+    """The first characters of a library's message, on one line; without one the error's type.
 
     >>> one_line(ValueError("no such\\n  file")), one_line(KeyError())
     ('no such file', 'KeyError')

@@ -19,8 +19,7 @@ class Journal:
     """One JSON object per line: first the settings, then a record per finished answer.
 
     Args:
-        path: the file, made on the first record; a device or /dev/stdout is written alone; None
-            keeps records in memory only.
+        path: the file, made on the first record; a device is only written; None has no file.
         settings: what the records depend on, beside what their keys say.
 
     Raises:
@@ -140,8 +139,7 @@ class Journal:
 
 
 def settings_of(path: Path | None) -> dict[str, Any]:
-    """Settings that the journal at `path` was begun with; none where there is no journal, or not a
-    whole line of one.
+    """Settings that the journal at `path` was begun with; none without a whole line of one.
 
     Raises:
         InvalidInputError: nothing can be kept there.

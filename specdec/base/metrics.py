@@ -17,7 +17,7 @@ PREDICTED = -1
 
 _BY_STEP = ("num_drafted", "num_accepted", "num_emitted", "tree_sizes", "parts")
 _TOTALS = ("num_drafted", "num_verified", "num_accepted", "num_emitted")
-_FIGURES = ("tau", "mean_accepted", "acceptance_rate", "num_offered", "histogram")
+_FIGURES: tuple[str, ...] = ("tau", "mean_accepted", "acceptance_rate", "num_offered", "histogram")
 _FIGURES += (
     "drafted_histogram",
     "verified_by_slot",
@@ -37,15 +37,11 @@ class AcceptanceStats:
     Attributes:
         num_drafted: positions for which drafts were offered, one entry per verify step.
         num_accepted: drafts accepted, one entry per verify step.
-        num_emitted: tokens output, one entry per verify step: the accepted drafts and the recovered
-            or bonus token.
-        tree_sizes: drafts that formed a tree, one entry per verify step; 0 where they formed a
-            chain. Left out, all did.
-        num_by_rank: accepted drafts of trees by their place among the candidates of their position,
-            the likeliest first.
+        num_emitted: tokens output, one entry per verify step: accepted drafts and a token more.
+        tree_sizes: drafts that formed a tree, one entry per verify step; 0 for a chain.
+        num_by_rank: accepted drafts of trees by place among the position's candidates.
         parts: which part of a composition of drafters drafted, one entry per verify step;
-            `PREDICTED` where drafts were copied from what the request predicted. Left out, there
-            was one.
+            `PREDICTED` where drafts were copied from the prediction.
 
     >>> stats = AcceptanceStats([3, 3, 0, 3], num_accepted=[3, 1, 0, 2], num_emitted=[4, 2, 1, 2])
     >>> stats.num_steps, stats.tau, stats.mean_accepted
@@ -121,8 +117,7 @@ class AcceptanceStats:
     def acceptance_rate(self) -> list[float]:
         """P(draft position i accepted), over the steps that offered a draft at position i.
 
-        Not conditional on the positions before it, so it never rises when every step offers the
-        same number of drafts.
+        Not conditional on positions before it, so it never rises where all steps offer as many.
 
         >>> AcceptanceStats([2, 2, 1, 0], [2, 0, 1, 0], num_emitted=[3, 1, 2, 1]).acceptance_rate
         [0.6666666666666666, 0.5]
@@ -173,8 +168,7 @@ class AcceptanceStats:
 
     @property
     def steps_by_shape(self) -> dict[str, int]:
-        """Verify steps by their drafts, named as `BlockShape` names them, the fewest first; a chain
-        counts those it was offered.
+        """Verify steps by their drafts, fewest first, as `BlockShape` names them.
 
         >>> stats = AcceptanceStats([3, 7, 7, 5], [3, 0, 1, 2], [4, 1, 2, 3], [0, 0, 0, 16])
         >>> stats.steps_by_shape
@@ -197,8 +191,7 @@ class AcceptanceStats:
 
     @property
     def by_part(self) -> list[tuple[int, float]]:
-        """For each part of a composition: the verify steps that it drafted for, and its drafts
-        accepted in one of them.
+        """For each part of a composition: its verify steps, and its drafts accepted in one.
 
         >>> AcceptanceStats([3, 3, 3, 0], [3, 2, 1, 0], [4, 3, 2, 1], parts=[0, 2, 2, 0]).by_part
         [(1, 3.0), (0, 0.0), (2, 1.5)]
@@ -264,8 +257,7 @@ def pooled(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:
 
 
 def mean_tau(stats: Iterable[AcceptanceStats]) -> float:
-    """Mean of the requests' own `tau`, each request weighing the same; requests without verify
-    steps are left out.
+    """Mean of the `tau` of requests, all weighing the same; those without steps are left out.
 
     >>> short = AcceptanceStats(num_drafted=[3], num_accepted=[3], num_emitted=[4])
     >>> long = AcceptanceStats(num_drafted=[3, 3, 3], num_accepted=[0, 1, 0], num_emitted=[1, 2, 1])

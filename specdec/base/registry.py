@@ -158,8 +158,7 @@ VERBS = (
 
 
 def drafter_name(name: str | None, target: str) -> str:
-    """The drafter that `name` stands for beside a target: "auto" is the embedded model's own, and
-    n-gram lookup for all others.
+    """The drafter that `name` means: "auto" is the embedded model's own, else n-gram lookup.
 
     >>> drafter_name("auto", "embedded"), drafter_name("auto", "some/model")
     ('smollm2-dflash', 'ngram')
@@ -194,8 +193,7 @@ def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
     `config.json` of a checkpoint may use.
 
     Args:
-        loader: a function `(path | None, *, verifier) -> Drafter`, or where it lives as
-            "module:function".
+        loader: `(path | None, *, verifier) -> Drafter`, or where it is as "module:function".
 
     Raises:
         InvalidInputError: the name is taken, or cannot be told from a path.

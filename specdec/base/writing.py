@@ -1,8 +1,7 @@
 """The one way to write a user's file: whole or not at all, behind its links, and never in place of
 what is no regular file.
 
-Nothing else opens a file for writing, moves or removes one; `tests/test_writing.py` reads the
-sources for that.
+Nothing else opens a file for writing, moves or removes one; `tests/test_writing.py` looks.
 """
 
 import errno
@@ -143,8 +142,7 @@ def check_writable(*paths: str | Path | None) -> None:
 
 
 def write_atomically(path: Path, write: Write) -> None:
-    """Calls `write(temporary path)` and puts the result in the place of `path`; what stood there
-    survives any failure.
+    """Calls `write(temporary path)` and puts the result at `path`, where failures change nothing.
 
     Links stay, and the file they lead to is written, with the rights it had. A device or a
     descriptor is told the result. A file that cannot be replaced, as one that a container has
@@ -322,8 +320,7 @@ def _alone(file: FileIO) -> Iterator[FileIO]:
 def _names(path: Path) -> Iterator[list[Path]]:
     """Names beside `path` for what is not finished, in order of preference.
 
-    The first is always the same, so that kills leave no more than one; while somebody else writes
-    in the folder, it is his.
+    The first is always the same, so that kills leave one at most; others' while they write.
     """
     end = path.name[-40:]  # with its suffix, which tells some writers what to write
     own = path.with_name(f".unfinished-{secrets.token_hex(4)}-{end}")

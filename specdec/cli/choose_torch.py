@@ -1,13 +1,11 @@
-"""Which build of torch an environment gets; run by the Makefile before anything is installed, so on
-the standard library alone.
+"""Which build of torch an environment gets; the Makefile runs this before all is installed.
 
     PYTHON -m specdec.cli.choose_torch --link .venv
         lets a new environment use the ROCm build that PYTHON has
     .venv/bin/python -m specdec.cli.choose_torch
         prints the versions to install, which keep the build that is there
 
-pip's own choice is a build for CUDA, and a later installation would put it, or its Triton, over one
-for ROCm.
+pip chooses a build for CUDA, and would later put it, or its Triton, over one for ROCm.
 """
 
 import argparse
@@ -77,8 +75,7 @@ def pins(
         gpus: see `amd_gpus.wanting_rocm`.
 
     Raises:
-        InvalidInputError: the build that is to stay is too old, or an AMD GPU would get one for
-            CUDA.
+        InvalidInputError: the build that is to stay is too old, or for CUDA with an AMD GPU.
     """
     if build is None and gpus:
         raise InvalidInputError(

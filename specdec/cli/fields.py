@@ -1,8 +1,7 @@
 """Options of the command line and keys of config files, made from the fields of a dataclass.
 
-A field's name, type, default and description stand in its dataclass alone. The description is the
-field's `metadata["help"]`, or the first sentence about it under `Attributes` in the docstring of
-the class.
+A field's name, type, default and description stand in its dataclass alone. The description is its
+`metadata["help"]`, or the first sentence about it under `Attributes` of the class.
 """
 
 import argparse
@@ -127,12 +126,10 @@ def add_options(
 
     Args:
         names: fields; None takes all.
-        defaults: in place of the dataclass's own; `argparse.SUPPRESS` leaves no trace of an option
-            that is not given.
+        defaults: for the dataclass's own; `argparse.SUPPRESS` leaves no trace if not given.
         several: fields that take one or more values here.
         old: by field, an earlier name of its option, which still works and which no help shows.
-        nargs: how a tuple is given: "+" takes its values after one option, None one value per
-            option.
+        nargs: of a tuple: "+" takes its values after one option, None one per option.
     """
     kinds, docs = kinds_of(config), _field_docs(config)
     for field in fields(config):

@@ -1,5 +1,4 @@
-"""The `specdec` command: finds the verb, runs it, and turns what goes wrong into one line and an
-exit status.
+"""The `specdec` command: finds a verb, runs it, makes errors a line and an exit status.
 
 `specdec.base.registry.VERBS` says where each verb lives.
 """
@@ -164,8 +163,7 @@ class Parser(argparse.ArgumentParser):
         """Parses the arguments of the verb.
 
         Raises:
-            InvalidInputError: an option is unknown (the message names the nearest one) or its value
-                is malformed.
+            InvalidInputError: an unknown option (the message names the nearest), or a wrong value.
         """
         namespace, unknown = self.parse_known_intermixed_args(arguments)
         if unknown:
@@ -236,8 +234,7 @@ def _pin(namespace: argparse.Namespace) -> None:
 
 
 def _check_torchrun() -> None:
-    """Takes variables of `torchrun` that are empty for missing ones, as everything that reads them
-    does.
+    """Takes empty variables of `torchrun` for missing ones, as all that reads them does.
 
     Raises:
         InvalidInputError: one of a rank is no number.

@@ -151,8 +151,7 @@ def grammar_of(option: str) -> Grammar:
     """The grammar that an option describes, such as "regex:[0-9]+".
 
     Raises:
-        SpecDecError: there is none of this kind, its text is wrong, or the file that should hold it
-            cannot be read.
+        SpecDecError: no such kind, its text is wrong, or its file cannot be read.
     """
     kind, _, text = option.partition(":")
     if text.startswith("@"):

@@ -62,8 +62,7 @@ def read_prompts(
         model: that requests of a batch file may name.
 
     Raises:
-        InvalidInputError: there is no prompt, an argument is empty, a file cannot be read, or none
-            of its lines can be served.
+        InvalidInputError: no prompt, an empty one, an unreadable file, or no line can be served.
     """
     prompts = [
         _read_stdin() if text == "-" else _prompt(f"prompt {number}", text)
@@ -89,12 +88,10 @@ def read_prompts(
 def model_inputs(
     prompts: Sequence[Prompt], tokenizer: Any, *, raw: bool, system: str | None
 ) -> list[Any]:
-    """What the decoder is given: chat messages if the tokenizer has a chat template and `raw` is
-    off, else text.
+    """What the decoder is given: chat messages if there is a template and `raw` is off, or text.
 
     Raises:
-        InvalidInputError: messages or a system message without a chat template, or two system
-            messages for one prompt.
+        InvalidInputError: messages without a chat template, or two system messages for a prompt.
     """
     if not raw and getattr(tokenizer, "chat_template", None):
         return [_as_chat(prompt, system) for prompt in prompts]

@@ -53,10 +53,8 @@ class GrammarCompiler:
     Args:
         vocab_size: V, numbers in a row of the target's logits.
         eos_token_ids: what may follow a complete output, and ends it.
-        in_threads: compile beside the engine's steps; otherwise at once, so that engines that are
-            to do the same can.
-        limited: keep to the limits, for which most are compiled in a process of their own first;
-            otherwise another rank has.
+        in_threads: compile beside the engine's steps; else at once, as engines in lockstep do.
+        limited: keep to the limits: compile most in another process first; or a rank has.
     """
 
     def __init__(
@@ -79,8 +77,7 @@ class GrammarCompiler:
         """Whether there can be grammars.
 
         Raises:
-            InvalidInputError: xgrammar is not installed, or the target has no end-of-sequence
-                token.
+            InvalidInputError: xgrammar is missing, or the target has no end token.
         """
         if find_spec("xgrammar") is None:
             what = "a grammar needs xgrammar, which is not installed"

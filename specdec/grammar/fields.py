@@ -52,8 +52,7 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     """The grammar of a completion or a chat; None where its fields ask for none.
 
     Args:
-        fields: of the request, of which those of `GRAMMAR_FIELDS` are looked at. What is null or
-            False is not asked for.
+        fields: of the request; `GRAMMAR_FIELDS` count, where not null or False.
 
     Raises:
         InvalidInputError: two are asked for, or one is not of its form.

@@ -25,8 +25,7 @@ this length compile in a fifth of a second.
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form of one output; make it with one of the functions below. Equal grammars are compiled
-    once.
+    """The form of one output; the functions below make it. Equal ones are compiled once.
 
     Attributes:
         kind: how `text` is read.
@@ -34,8 +33,7 @@ class Grammar:
             whose first is called root; of calls what `Calls.text` says; empty for any JSON object.
 
     Raises:
-        InvalidInputError: nothing could ever match it, or xgrammar would not hold to all that it
-            asks for.
+        InvalidInputError: nothing matches it, or xgrammar would not hold to all of it.
 
     >>> Grammar.choice(["yes", "no"])
     Grammar(kind='choice', text='["yes", "no"]')

@@ -1,5 +1,4 @@
-"""Texts that meet several conditions at once, as rules in GBNF: the automaton of a regular
-expression's derivatives.
+"""Texts that meet several conditions, as rules in GBNF: by derivatives of expressions.
 
 Expressions are numbers of an `Algebra`. The derivative of one by a character is what may follow
 that character. See Brzozowski, "Derivatives of Regular Expressions" (1964); with Owens, Reppy and
@@ -204,8 +203,7 @@ Steps = dict[Expression, Ranges]
 
 
 def automaton(algebra: Algebra, start: Expression) -> dict[Expression, Steps]:
-    """By expression, beginning with the first, where characters lead; dead ends are left out, so it
-    may be empty.
+    """By expression, the first one first, where characters lead; without dead ends.
 
     Raises:
         TooManyStates: there are more than `MAX_STATES`.

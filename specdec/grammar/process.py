@@ -54,8 +54,7 @@ class Answer:
     """What a grammar was compiled to.
 
     Attributes:
-        again: it is `text` that is to be compiled, rules in GBNF, of which that is known to be
-            quick; else it is done.
+        again: compile `text`, rules in GBNF known to be quick; else they are done.
         notes: what there is to say.
     """
 

@@ -18,17 +18,14 @@ PERMISSIVE = -1
 
 
 class GrammarProgress:
-    """State of one output on the host. Its tokens are those that were read; drafts pass by without
-    a trace.
+    """State of one output on the host, of tokens that were read; drafts leave no trace.
 
     Args:
         compiled: the grammar, which may still be compiled.
-        eos_token_ids: tokens that end the output; of those that are no text the grammar allows them
-            alone.
+        eos_token_ids: tokens that end the output, the only ones without text allowed.
 
     Attributes:
-        dead_ends: rows of the last masks behind which no token may follow, though the grammar
-            allows the row itself.
+        dead_ends: rows of the last masks that are allowed, and no token behind them.
     """
 
     def __init__(
@@ -89,11 +86,9 @@ class GrammarProgress:
     def constrained(
         self, drafts: Sequence[int], alternatives: Sequence[Sequence[int]]
     ) -> list[int]:
-        """The drafts of a chain, and in the place of those that the grammar refuses the first
-        alternative that it allows.
+        """A chain's drafts, those that the grammar refuses replaced by the first that it allows.
 
-        From a slot on that has none they stay as they are: no more than those before can be
-        accepted.
+        From a slot without one on they stay, as none behind it can be accepted.
         """
         kept: list[int] = []
         for draft, others in zip(drafts, alternatives, strict=True):
@@ -130,8 +125,7 @@ class GrammarProgress:
 
 
 def _links(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """int64 [N + 1] twice, of each row its first child and its next sibling, -1 where there is
-    none.
+    """int64 [N + 1] twice: of each row its first child and its next sibling, or -1.
 
     >>> [links.tolist() for links in _links([0, 1, 0])]
     [[1, 2, -1, -1], [-1, 3, -1, -1]]

@@ -1,7 +1,6 @@
 """In which order grammars are compiled: those that take little never wait for those that take much.
 
-See `specdec.grammar.limits.QUEUES`. In each queue long texts let shorter ones pass, though not for
-ever.
+See `specdec.grammar.limits.QUEUES`. Long texts let shorter ones pass, not for ever.
 """
 
 from __future__ import annotations

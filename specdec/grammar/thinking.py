@@ -1,7 +1,6 @@
 """Outputs that think before they answer: a grammar for the answer, a limit for the thinking.
 
-Both are masks, which depend on nothing but the tokens before a row. So an output is the same
-whatever was drafted.
+Both are masks that depend on the tokens before a row alone: no draft changes an output.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ class ThinkingProgress:
     """State of one output on the host, as `GrammarProgress` has it.
 
     Args:
-        budget: most tokens of the thinking; None sets no limit. Behind them what closes it is
-            all that may follow.
+        budget: most tokens of the thinking, before what closes it must follow; None sets no limit.
         answer: the grammar of what follows the thinking; None allows everything.
         eos_token_ids: tokens that end the output, and no thinking where an answer has to follow.
     """

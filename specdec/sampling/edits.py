@@ -1,8 +1,6 @@
-"""Numbers that a request adds to the logits of a few tokens: its bias, and minus infinity for what
-must not end the output yet.
+"""What a request adds to a few tokens' logits: a bias, and -inf where the output must go on.
 
-They belong to positions, not to steps. So every row of a block is changed as plain decoding would
-change it there.
+They belong to positions: every row of a block is changed as in plain decoding.
 """
 
 from __future__ import annotations

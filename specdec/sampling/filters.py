@@ -21,16 +21,14 @@ _UNIT = 2**52  # probability 1 in the integer sums of top-p
 def filtered_scores(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Logits divided by the temperature, -inf where a filter drops a token.
 
-    Every row is computed from its own values only, bit for bit the same whichever filters its
-    neighbors use.
+    Rows are computed from their own values, bit for bit the same whatever others' filters.
 
     Args:
         logits: [num_reqs, n, V], see `specdec.sampling.scores.scored`.
         sampling: of the requests; rows of greedy ones have no meaning.
 
     Returns:
-        float32 [num_reqs, n, V]. A row with a NaN or infinite maximum has no meaning and disturbs
-        no other.
+        float32 [num_reqs, n, V]. One whose maximum is NaN or infinite disturbs no other.
     """
     scores = logits.float() / sampling.temperature[:, None, None].clamp(min=COLDEST)
     if sampling.plan.max_top_k:
@@ -61,8 +59,7 @@ def _filter_top_k(scores: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def _filter_top_p(scores: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Keeps the fewest tokens of each row whose probability reaches `top_p`, and whatever equals
-    the last of them.
+    """Keeps each row's fewest tokens whose probability reaches `top_p`, and equals of the last.
 
     Probabilities are added up as integers, whose sums do not depend on the order, so the edge is
     the same for every batch shape and device.
@@ -89,8 +86,7 @@ def _below_by_sorting(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
 def _below_by_digits(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
     """The filter for a large vocabulary, which takes a CPU several times as long to sort.
 
-    The score at the edge is found from its leading bits down, by adding up the mass of all scores
-    that begin alike.
+    The score at the edge is found bit by bit, by the mass of all scores that begin alike.
     """
     bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
     # in [0, 2**32), ascending as the scores do

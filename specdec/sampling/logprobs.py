@@ -122,8 +122,7 @@ class Unpacked(Sequence[tuple[float, Sequence[int], Sequence[float]]]):
 def top_of(
     token: int, value: float, top_ids: Sequence[int], top_values: Sequence[float], count: int
 ) -> Top:
-    """The `count` likeliest tokens and their log-probabilities, and the token of the position with
-    its own.
+    """The `count` likeliest tokens and the position's own, with log-probabilities.
 
     >>> top_of(5, -3.0, [7, 8, 5], [-0.5, -1.0, -3.0], 2)
     {7: -0.5, 8: -1.0, 5: -3.0}

@@ -1,5 +1,4 @@
-"""Random numbers as functions of (request seed, position, purpose), and of the token where each
-token has its own.
+"""Random numbers as functions of (request seed, position, purpose), some of the token too.
 
 A request's output therefore does not depend on its neighbors, on preemption, or, where the target's
 choices are compared with the drafts, on whether drafts were used at all. The numbers of a position
@@ -62,9 +61,8 @@ def _mix(bits: Tensor) -> Tensor:
 def stream(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     """64 random bits for each position.
 
-    Each request walks its own SplitMix64 sequence (Steele, Lea and Flood, OOPSLA 2014), started at
-    its hashed seed and addressed directly instead of step by step. Products wrap around, as the
-    generator wants.
+    Each request walks its own SplitMix64 sequence (Steele, Lea and Flood, OOPSLA 2014), from its
+    hashed seed and addressed directly. Products wrap around, as they should.
 
     Args:
         seeds: int64 [num_reqs].

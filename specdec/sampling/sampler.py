@@ -26,8 +26,7 @@ operations, and of fewer the operations take longer to begin than to run."""
 def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Draws a token from each row; a greedy request gets its best one.
 
-    Every row is computed from its own values only, bit for bit the same whichever filters its
-    neighbors use.
+    Rows are computed from their own values, bit for bit the same whatever others' filters.
 
     Args:
         logits: [num_reqs, n, V], see `specdec.sampling.scores.scored`.
@@ -57,8 +56,7 @@ def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tupl
 
 
 def check_sampler(device: torch.device) -> Deviation:
-    """Rows of several slices with every filter, and greedy ones: how far below the best the drawn
-    tokens' noisy scores are.
+    """Filtered and greedy rows of several slices: how far drawn noisy scores are from the best.
 
     Between the two ways scores of a token differ by the rounding of their logarithms.
     """
@@ -95,8 +93,7 @@ KERNEL = Kernel("sampler", check_sampler)
 
 
 def sample_from(probs: Tensor, u: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution: the first token whose cumulative probability exceeds
-    `u` times the total.
+    """The first token whose cumulative probability exceeds `u` times the total.
 
     A token of probability 0 is never returned while the row has any other.
 

@@ -40,8 +40,7 @@ def penalized(
     positions: Tensor,
     tree: DraftTree | None = None,
 ) -> Tensor:
-    """Applies the penalties: a row counts the tokens up to its own, on its path of a tree.
-    Arguments as of `scored`.
+    """Applies the penalties, for tokens up to the row's own on its path; arguments of `scored`.
 
     The repetition penalty (Keskar et al., arXiv 1909.05858) counts prompt and output; those for
     presence and frequency, as in OpenAI's API, count the output alone.
@@ -51,8 +50,7 @@ def penalized(
     """
     counted, scores = _counted(tokens, tree), logits.float()
     if sampling.seen is not None:
-        # Row j names the tokens that it counts; in place of others it names the anchor again, which
-        # every row has.
+        # Row j names the tokens that it counts, for others the anchor, which every row has.
         fed = torch.where(counted, tokens[:, None, :], tokens[:, :1, None])
         lower = lowered_in_cache if scores.device.type == "cpu" else lowered
         scores = lower(scores, sampling.seen, sampling.repetition_penalty, fed)
@@ -86,8 +84,7 @@ def lowered(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tensor) -> Ten
 
 
 def lowered_in_cache(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tensor) -> Tensor:
-    """Lowered scores, the same bit for bit, one row after the other and without conditions: many
-    times as fast on a CPU.
+    """Lowered scores, the same bit for bit, row by row without conditions: faster on a CPU.
 
     Of a score times and by its penalty the smaller one is meant, and the larger one where the
     penalty is below 1: the smaller one with both signs turned.

@@ -27,8 +27,7 @@ class SamplingPlan(NamedTuple):
     Attributes:
         penalized: a request has a repetition penalty.
         all_greedy: no request samples.
-        max_top_k: bound of the requests' top-k, 0 when nobody has one; a power of two, so that few
-            values occur.
+        max_top_k: bound of the requests' top-k, 0 without any; a power of two, so few occur.
         any_top_p, any_min_p: a request filters so.
         logprobs: a request wants log-probabilities.
         top_logprobs: bound of the likeliest tokens wanted with them; a power of two or 0.
@@ -99,8 +98,7 @@ class SamplingPlan(NamedTuple):
 
 @dataclass(slots=True)
 class SamplingTensors:
-    """The numbers of requests, one column each, and the plan of their batch. Columns that the plan
-    does not read may be missing.
+    """The numbers of requests, a column each that the plan reads, and the plan of the batch.
 
     Attributes:
         plan: of the batch.
@@ -108,8 +106,7 @@ class SamplingTensors:
             for repetition, presence and frequency.
         ints: int64 [5, num_reqs]: top-k (0 is off), seed, the position of the first output token,
             and most positions and nodes of its drafts.
-        seen: bool [num_reqs, V], tokens before the anchor that the repetition penalty counts; None
-            when no request has one.
+        seen: bool [num_reqs, V], tokens before the anchor that the repetition penalty counts.
         counts: int32 [num_reqs, V], how often the output before the anchor has each token; None
             when no request has a presence or frequency penalty.
         edits: of single logits; None when no request has any.

@@ -64,8 +64,7 @@ def _group_max_kernel(
     floats: tl.tensor,  # float32 [6, groups]: temperature, top-p, min-p, then penalties
     ints: tl.tensor,  # int64 [3, groups]: top-k, seed, first position
     highest: tl.tensor,  # [groups * width, num_groups], of the logits' type
-    # float32 [groups * width, slices, 2]: the best logit, and the sum of exp((x - best) /
-    # temperature)
+    # float32 [groups * width, slices, 2]: the best, and the sum of exp((x - best) / temperature)
     parts: tl.tensor,
     groups: tl.tensor,
     width: tl.tensor,
@@ -152,8 +151,7 @@ def _highest_listed(
 ) -> tl.tensor:
     """The highest logits read each time, weighing 1 or exp((x - best) / temperature)."""
     while low < high:
-        # Reading takes longest, so one look compares with three places. Lanes add up their own, and
-        # are added up once.
+        # Reading takes longest, so a look compares with three. Lanes are added up once.
         step = ((high - low) // UNIT // 4 + 1) * UNIT
         first = tl.minimum(low + step, _HIGHEST).to(tl.int32)
         second = tl.minimum(low + 2 * step, _HIGHEST).to(tl.int32)

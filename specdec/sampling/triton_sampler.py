@@ -1,8 +1,7 @@
 """Drawing tokens in Triton: slices of rows draw among the logits that the filters keep, see
 `specdec.sampling.triton_filters`.
 
-The noise is that of `specdec.sampling.noise`, made where it is used. How a row is divided does not
-depend on its neighbors.
+The noise is of `specdec.sampling.noise`, made in place. Each row is divided on its own.
 """
 
 import torch
@@ -42,8 +41,7 @@ def gumbel(bits: tl.tensor, token: tl.tensor) -> tl.tensor:
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
     x = ((x ^ ((x >> 16) & 0xFFFF)) >> 1) & 0x7FFFFFFF
     v = tl.minimum((x.to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.9999999403953552)
-    # The logarithm of 1 - v, by its series where the difference would lose what distinguishes small
-    # v.
+    # The logarithm of 1 - v, by its series where small v would lose their digits.
     exponential = tl.where(
         v < 0.0078125, v * (1 + v * (0.5 + v * (0.3333333333 + v * 0.25))), -tl.log(1 - v)
     )

@@ -37,11 +37,9 @@ class Front:
         tool_format: how the model writes calls of tools, where that is known.
         max_total_tokens: of prompt and output of one request together.
         totals: what was done so far.
-        learned: what came of learning, as `specdec.serve.learning.learner.Learned` has it; None
-            before anything did.
+        learned: what came of learning, see `specdec.serve.learning.learner.Learned`.
         draining: nothing new is taken on.
-        dead: the engine failed, and then failed a probe, or its process or one of the ranks that
-            compute its target has ended.
+        dead: the engine failed, and a probe then, or its process or a rank has ended.
         on_end: called when the server is to end.
     """
 

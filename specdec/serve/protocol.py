@@ -84,8 +84,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     def check_others(self) -> None:
-        """Looks at the fields that this class does not have; of unknown ones each is warned of
-        once.
+        """Looks at fields that this class does not have; each unknown one is warned of once.
 
         Raises:
             RequestError: one cannot be honored.

@@ -29,12 +29,10 @@ def sampling_params(
     most: int,
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
-    """What a request asks for. It is sampled as the checkpoint says when it does not say, else at
-    temperature 1.
+    """What a request asks for; by default as the checkpoint says, else temperature 1.
 
     Args:
-        most: tokens that prompt and output can have together, which a chat gets that names no
-            limit.
+        most: most tokens of prompt and output, a chat's limit if it names none.
         given: values that hold before these defaults where the request says nothing.
 
     Raises:

@@ -29,8 +29,7 @@ LAST_SECONDS = 5
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A socket at the address that the config names, which takes no connections before there is a
-    server.
+    """A socket at the config's address, which takes no connections before there is a server.
 
     Raises:
         InvalidInputError: there is no such address here, or somebody else has it.
@@ -55,8 +54,7 @@ def take_connections(sock: socket.socket) -> str:
     """Begins to take connections to a socket of `listen`, and gives where.
 
     Raises:
-        InvalidInputError: somebody else does by now. As long as nobody does, several processes can
-            have an address.
+        InvalidInputError: somebody else does by now; until then processes can share an address.
     """
     host, port = sock.getsockname()[:2]
     try:

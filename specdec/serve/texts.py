@@ -79,8 +79,7 @@ class Texts:
     def __init__(self, reader: PromptReader) -> None:
         self._reader = reader
         self._short = SmallestFirst("tokenizer")
-        # Never two at once, which tokenizers do not all stand; those in Rust do, once they have
-        # been asked the first time.
+        # Never two at once, which not all tokenizers stand: those in Rust, after the first.
         fast = getattr(reader.tokenizer, "is_fast", False)
         self._long = SmallestFirst("tokenizer of long texts") if fast else self._short
         reader.tokenizer("a")
@@ -98,8 +97,7 @@ class Texts:
         """Tokens of a prompt.
 
         Args:
-            most: tokens that it may have; a text that has clearly more is refused before all of it
-                is looked at.
+            most: tokens that it may have; clearly longer texts are refused unread.
 
         Raises:
             SpecDecError: it does; or see `PromptReader.tokenize`.

@@ -42,8 +42,7 @@ class Callers:
         """Hands news of requests to those whom they concern: of most requests, only the end does.
 
         Returns:
-            Requests whose news could not be handed over. Their callers have been told, and wait no
-            longer.
+            Requests whose news could not be handed over; callers know, and do not wait.
         """
         finished, listening, failed = Status.FINISHED, self._listening, []
         for request in [one for one in requests if one.status is finished or one in listening]:

@@ -258,8 +258,7 @@ class SpecDecoder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Iterator[StreamChunk]:
-        """Like `generate`, as chunks that arrive while decoding goes on; chunks of many inputs
-        interleave.
+        """Like `generate`, as chunks that arrive meanwhile; those of many inputs interleave.
 
         Closing the iterator early cancels what is unfinished.
         """

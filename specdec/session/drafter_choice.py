@@ -33,8 +33,7 @@ DrafterChoice = str | Path | Drafter | Callable[..., Drafter] | None
 
 
 def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
-    """What makes the drafter once the target is there, so that a wrong name is refused before a
-    target is loaded.
+    """What makes the drafter once the target is loaded; a wrong name is refused before.
 
     Ranks that compute the target together each make it.
 
@@ -46,8 +45,7 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
             "module:function"; or a drafter that is ready.
 
     Raises:
-        InvalidInputError: nothing of these; or, when it is made, the other ranks cannot make it
-            from what this one knows.
+        InvalidInputError: none of these; or, when it is made, the other ranks cannot make it.
     """
     make = _maker(choice)
     return lambda verifier: (

@@ -29,11 +29,9 @@ class Owner(Protocol):
 
 
 class Stream:
-    """Chunks of one or more requests in the order in which they come, to be iterated over, with
-    `async for` as well.
+    """Chunks of requests in the order in which they come, for `for` and `async for`.
 
-    It ends when all its requests have ended and their chunks are taken. Of several readers, each
-    gets some of the chunks.
+    It ends when its requests have and their chunks are taken. Each reader gets some of them.
     """
 
     def __init__(self, session: Owner) -> None:
@@ -137,8 +135,7 @@ class Stream:
 
 
 class Handle:
-    """A request in a session. Iterate over its chunks, or wait for its result; from any thread, or
-    with `async for` and `await`.
+    """A request in a session: iterate over it or wait for its result, in any thread or asyncio.
 
     When nobody holds the handle any more, nobody can read the rest, and the request is cancelled.
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 def load_target(
     target: str | Path, load: LoadConfig, where: torch.device
 ) -> Iterator[tuple[Verifier, PreTrainedTokenizerBase, Executor | None]]:
-    """Gives a target, its tokenizer, and the ranks that compute it together; an error within lets
-    go of them.
+    """Gives a target, its tokenizer, and its ranks; an error within lets go of them.
 
     Args:
         target: see `SpecDecoder.from_pretrained`.

@@ -91,8 +91,7 @@ class PromptReader:
         return replace(sampling, prediction=tuple(tokens))
 
     def chat_text(self, messages: Sequence[dict[str, Any]], template: Mapping[str, Any]) -> str:
-        """The text that the chat template makes of messages; it ends with the last one where that
-        asks to be continued.
+        """The chat template's text of messages, ended by the last one where that continues.
 
         Raises:
             InvalidInputError: the tokenizer has no template, or it refuses the messages.

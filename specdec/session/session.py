@@ -48,8 +48,7 @@ class Session:
 
     Args:
         tokenizer: turns tokens into text; None gives no text, and no stop strings can be found.
-        max_queue: most unfinished requests; None takes `MAX_QUEUE` or four times the engine's
-            `max_num_seqs`.
+        max_queue: most unfinished requests; None: `MAX_QUEUE` or four times `max_num_seqs`.
 
     Attributes:
         watch: called after each step with the requests that have news, by whoever steps.
@@ -394,8 +393,7 @@ class Session:
             self._turns.pass_on()
 
     def _fail(self, error: BaseException) -> None:
-        """After an error nobody knows how far the step came: every request ends, and the engine
-        begins anew.
+        """After an error nobody knows how far the step came: requests end, the engine begins anew.
 
         What interrupts this, or cannot be done, is done again before anything else.
         """
@@ -419,11 +417,9 @@ class Session:
             self._unsound = left
 
     def after_fork(self) -> None:
-        """In a child process, where this is the only thread: nobody steps, nobody waits, and no
-        lock is held.
+        """In a child process, with this thread alone: nobody steps or waits, no lock is held.
 
-        OpenMP's threads are gone as well, and torch would wait for them for ever, so it computes on
-        this one.
+        OpenMP's threads are gone, too: torch, which would wait for them, computes on this one.
         """
         torch.set_num_threads(1)
         self._lock = threading.RLock()

@@ -126,8 +126,7 @@ class IncrementalDecoder:
         stop: strings that end the output. The one completed first wins, whichever way it is cut
             into tokens; of two completed by the same character, the longer one.
         min_tokens: tokens in whose text no stop string is looked for.
-        skip_special_tokens: leave special tokens out of the text; a stop string that is one of them
-            is known by its id then.
+        skip_special_tokens: leave special tokens out of the text; stop strings of them go by ids.
         shown: those that are not.
     """
 
@@ -234,8 +233,7 @@ class IncrementalDecoder:
         return "" if self._window[-1] in self._byte_tokens else new_text
 
     def _shorten_window(self) -> None:
-        """Keeps the newest tokens that show text as the context; they have used up the first space,
-        if the tokenizer drops it.
+        """Keeps the newest tokens that show text as the context; a dropped space is used up.
 
         Not after every token, since the text of what is kept has to be decoded for that.
         """

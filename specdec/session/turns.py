@@ -1,5 +1,4 @@
-"""One worker out of those who wait: of several callers one works for all, and another goes on when
-it has what it wanted.
+"""One of several callers works for all, and another goes on when it has what it wanted.
 
 An exception may come at any instruction, as from the handler of a signal. So the turn belongs to a
 call that runs: where that has ended without passing it on, the next one takes it. Nobody sleeps for
@@ -71,8 +70,7 @@ class Turns:
             )
 
     def wait(self, ready: Callable[[], bool], call: FrameType) -> bool:
-        """Takes the turn if it is free; otherwise waits until `ready`, or until the turn may be
-        free, and is False.
+        """Takes the turn if it is free; else waits until `ready` or it may be free, and is False.
 
         Args:
             ready: asked by who has the turn, in whichever thread.

@@ -111,8 +111,7 @@ def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def template_text(given: Any) -> str | None:
-    """A chat template: the text itself, which has a brace as no name of a file does, or what a file
-    holds; None for None.
+    """A chat template: the text itself, which has a brace, or what a file holds; None for None.
 
     Raises:
         InvalidInputError: the file cannot be read, or holds no template.

@@ -82,8 +82,7 @@ class Thinking:
     def behind_prompt(self, prompt: Sequence[int]) -> Place:
         """Where an output begins: templates may open the thinking, or close it.
 
-        The last token of the prompt that is no text tells: those of turns come behind whatever a
-        user writes.
+        The prompt's last token that is no text tells: a turn's comes behind the user's text.
         """
         at = next((at for at in reversed(range(len(prompt))) if prompt[at] in self.added), -1)
         behind = (self.closing, BEHIND), (self.answering, BEHIND)

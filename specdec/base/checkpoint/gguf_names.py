@@ -88,8 +88,7 @@ def gguf_file(folder: Path) -> Path | None:
     """The GGUF file, or its first part, with the weights of a local checkpoint; None for none.
 
     Args:
-        folder: one that a file was unpacked to, or one that holds a file beside config.json, and no
-            safetensors.
+        folder: what a file was unpacked to, or one with a file, config.json and no safetensors.
 
     Raises:
         CheckpointError: it holds several.

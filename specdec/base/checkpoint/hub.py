@@ -1,5 +1,4 @@
-"""Files of a checkpoint, from a folder or the hub: small ones one by one, or all that make a target
-or a drafter.
+"""Files of a checkpoint, from a folder or the hub: small ones one by one, or all of a model.
 
 A name on the hub is `owner/name`, and may go on: `owner/name:folder` for a checkpoint in a folder
 of the repository, `owner/name:file.gguf` or `owner/name:Q4_K_M` for a GGUF file, and `@revision` at
@@ -123,8 +122,7 @@ def json_file(name: str, file: str, *, what: str) -> dict[str, Any] | None:
     """The object in a JSON file of a checkpoint; None where the checkpoint has no such file.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it cannot be reached, or the file holds no
-            JSON object.
+        CheckpointError: no such checkpoint, it cannot be reached, or the file is no JSON object.
     """
     path = checkpoint_file(name, file, what=what)
     return None if path is None else json_object(path, name, what=what)
@@ -167,13 +165,11 @@ def checkpoint_folder(
     Args:
         name: a folder, a GGUF file, or a name on the hub; a `Path` is none on the hub.
         what: the checkpoint is, for messages.
-        weights: fetch them, too, as a GGUF file always is. Pickled ones are fetched only where
-            there are no others.
+        weights: fetch them, too, as a GGUF file always is; pickled ones if there are no others.
         snapshot: what this returned before: weights must be of the same revision.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or the hub cannot be reached and its files are
-            not in the cache.
+        CheckpointError: no such checkpoint, or it is not in the cache and the hub out of reach.
     """
     folder = local_folder(name, what)
     if folder is None and snapshot is not None and (snapshot / GGUF).is_file():
@@ -245,11 +241,9 @@ def _of_gguf(place: _Place, name: str, what: str) -> Path:
 
 
 def checkpoint_file(name: str, file: str, *, what: str) -> Path | None:
-    """Where a file of a checkpoint lies, fetched if need be; None where the checkpoint has no such
-    file.
+    """Where a file of a checkpoint lies, fetched if need be; None where there is none.
 
-    Where the hub is out of reach, a file is taken for missing if the cache has the config of the
-    same revision.
+    With the hub out of reach, a file is missing if the cache has its revision's config.
 
     Args:
         name: a folder, or a name on the hub.
@@ -328,8 +322,7 @@ def _inside(folder: Path) -> list[str]:
 
 
 def local_folder(name: str | Path, what: str = "checkpoint") -> Path | None:
-    """The folder of a checkpoint that is here: its own, or what its GGUF file is unpacked to; None
-    for any other name.
+    """The folder of a checkpoint here: its own, or of its unpacked GGUF file; None for others.
 
     Raises:
         CheckpointError: a GGUF file that is damaged or none of a model, or a folder with several.

@@ -24,8 +24,7 @@ def checkpoint_config(name: str | Path, folder: Path | None = None, *, what: str
         folder: where its files lie; None fetches this one alone.
 
     Raises:
-        CheckpointError: there is none, or it is of a checkpoint that cannot be read; the message
-            says what it is instead.
+        CheckpointError: none, or of a checkpoint that cannot be read; the message says what it is.
     """
     path = checkpoint_file(str(name), CONFIG, what=what) if folder is None else folder / CONFIG
     if path is None or not path.is_file():
@@ -40,8 +39,7 @@ def check_entries(entries: Mapping[str, Any], name: str | Path, what: str) -> No
 
     Raises:
         CheckpointError: MLX's, whose quantized weights are in an order of their own.
-        UnsupportedModelError: a target that can be nothing but a drafter; the message names its own
-            target.
+        UnsupportedModelError: a target that can only be a drafter; the message names its target.
     """
     stated = entries.get("quantization")
     if isinstance(stated, Mapping) and {"bits", "group_size"} <= stated.keys():
@@ -88,8 +86,7 @@ def check_adapter(name: str | Path, folder: Path | None = None, *, what: str) ->
     """Says that an adapter beside a checkpoint's weights is not applied.
 
     Args:
-        name, folder, what: see `checkpoint_config`; without a folder it is not seen whether there
-            are weights.
+        name, folder, what: see `checkpoint_config`; without a folder weights are not looked for.
 
     Raises:
         CheckpointError: there are no weights but the adapter's.

@@ -32,11 +32,9 @@ _PART = re.compile(r"-(\d+)-of-(\d+)(?!\d)")
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold a checkpoint's weights, the index first where there is one;
-    empty where there are none.
+    """Names of the files of a checkpoint's weights, an index first; empty if there are none.
 
-    Safetensors come before pickles, and an index before a file alone, but of several forms one that
-    is whole wins.
+    Safetensors come before pickles, an index before a single file, a whole form before all.
     """
     forms = list(_forms(folder))
     whole = (files for files in forms if all(os.path.isfile(folder / file) for file in files))
@@ -64,15 +62,13 @@ def usually_named(folder: Path) -> bool:
 
 
 class TensorFiles:
-    """Tensors by the names that they have in the files. Numbers stay on disk until they are asked
-    for.
+    """Tensors by their names in the files. Numbers stay on disk until they are asked for.
 
     Attributes:
         names: of all tensors, file by file.
 
     Raises:
-        CheckpointError: no such files, one that the index or another's name tells of is missing, or
-            a damaged one.
+        CheckpointError: no such files, one is damaged, or one that others tell of is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -200,12 +196,10 @@ class _Slice:
 
 
 def read_pickle(path: Path) -> Any:
-    """What torch has pickled, without running code from the file; numbers stay on disk where the
-    format allows it.
+    """What torch has pickled, without running its code; numbers stay on disk where they can.
 
     Raises:
-        CheckpointError: the file is none, is damaged, or holds more than tensors in plain
-            containers.
+        CheckpointError: the file is none, damaged, or holds more than tensors in containers.
     """
     check_file(path)
     try:

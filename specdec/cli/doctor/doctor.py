@@ -1,5 +1,4 @@
-"""`specdec doctor`: what this machine is, what is installed, and which attention backend would
-serve a model, with reasons.
+"""`specdec doctor`: what this machine is, what is installed, which attention backend serves.
 
 With `--model` it says instead whether that one would run here (`specdec.cli.doctor.model`).
 """
@@ -102,8 +101,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs `specdec doctor`; 0 when a backend can serve the model, 1 when none can.
 
     Raises:
-        SpecDecError: the device or type does not exist here, or a number or a combination of
-            options makes no model.
+        SpecDecError: no such device or type here, or the options make no model.
     """
     from specdec.attention.selector import refusals
     from specdec.device.device import describe_device, torch_build, unseen_gpu
@@ -233,8 +231,7 @@ def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) 
     """One line per backend: chosen, possible, or refused with all reasons; then what it says of
     itself, and what it cannot do for a block drafter.
 
-    Beside latent attention a drafter runs on a backend for ordinary heads, so nothing is said of
-    drafters there.
+    Beside latent attention drafters have a backend for ordinary heads: none is told of.
     """
     from dataclasses import replace
 

@@ -30,8 +30,7 @@ INDEXER = IndexerSpec(64, 128, 2048)
 
 
 class Kind(NamedTuple):
-    """A kind of kernel, under the name and variant that a start on this machine looks its verdict
-    up by.
+    """A kind of kernel, by the name and variant that its verdict is looked up by.
 
     Attributes:
         name, variant: see `specdec.device.self_check.reasons_against`.
@@ -46,8 +45,7 @@ class Kind(NamedTuple):
 
 
 def run_checks(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> int:
-    """Runs everything that can run on `device` in these types, prints a line for each, and keeps
-    the verdicts on AMD's.
+    """Runs all that `device` can in these types, prints a line for each, and keeps AMD's verdicts.
 
     Returns:
         1 when something fails, else 0.

@@ -164,8 +164,7 @@ def parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def rows_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of an array, with `items` as a list, as up to draft 2019-09, by their names of
-    today.
+    """Keywords of an array whose `items` is a list (until draft 2019-09), by today's names.
 
     >>> rows_of({"items": [{}], "additionalItems": False, "maxItems": 1})
     {'maxItems': 1, 'prefixItems': [{}], 'items': False}
@@ -223,8 +222,7 @@ def joined_strings(schema: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def narrowed(bounds: Mapping[str, float], decimals: int) -> tuple[float | None, float | None]:
-    """The least and the largest number of so many decimals within some bounds; one beyond 2**64 is
-    taken for that.
+    """The least and largest number of so many decimals within bounds, up to 2**64.
 
     >>> narrowed({"exclusiveMinimum": 0, "maximum": 2.55}, 1)
     (0.1, 2.5)

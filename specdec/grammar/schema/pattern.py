@@ -1,5 +1,4 @@
-"""Regular expressions, read here and written anew in the few words that the grammar library reads
-as everybody does.
+"""Regular expressions, written anew in the words that the grammar library reads as all do.
 
 xgrammar 0.2.8 leaves out lookaheads and anchors in the midst of a pattern, takes `\\A` or a
 possessive quantifier for something else, writes quotes into JSON strings as they are, and has an

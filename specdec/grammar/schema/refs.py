@@ -18,8 +18,7 @@ MAX_OPTIONS = 100
 class Root:
     """A whole schema, in which references are looked up.
 
-    What looks at parts more than once counts them, so that a small schema never takes long:
-    `InvalidInputError` then.
+    Looks at parts are counted, so that no small schema takes long: `InvalidInputError` then.
     """
 
     def __init__(self, schema: Any) -> None:

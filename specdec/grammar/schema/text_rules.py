@@ -47,8 +47,7 @@ class Text:
         """The right side of a rule, and rules that it needs, whose names begin with `name`.
 
         Raises:
-            InvalidInputError: no text meets all that is asked for, or that takes too much to find
-                out.
+            InvalidInputError: no text meets all, or it takes too much to find out.
 
         >>> Text(("^(?:a+?|[bc]{2,})$",)).rules("x")
         ('("a"+|[b-c]{2,})', [])

@@ -1,5 +1,4 @@
-"""The likeliest tokens of every drafted position, given the noise that the target will draw its own
-token with there.
+"""The likeliest tokens of drafted positions, given the noise of the target's own draw there.
 
 The target takes y = argmax(log p + g). Whoever drafts knows g, too, and with a distribution q of
 its own believes that P(y = x | g) is softmax(a log q + b g). With a = b = 1 it trusts q as it is;
@@ -43,8 +42,7 @@ def candidates(
     """The `count` best tokens of each row by a log q + b g, of equal ones the first; what the
     request's filters drop comes last.
 
-    Every row is computed from its own values only. With one candidate and no weights it is the
-    token of `argmax` or `sample`.
+    Rows are computed from their own values. One candidate, unweighted, is of `argmax` or `sample`.
 
     Args:
         logits: [num_reqs, n, V], the drafter's.
@@ -143,8 +141,7 @@ def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def highest_columns(scores: Tensor, count: int) -> Tensor:
     """Columns int64 [rows, count] of the highest of float32 [rows, V]; a NaN counts as infinite."""
-    # They lie in as many groups of columns, those of the highest maxima: the maximum of any other
-    # comes after one of each.
+    # They lie in the groups of the highest maxima: any other's comes after one of each.
     spare = -scores.shape[-1] % _GROUP
     groups = (F.pad(scores, (0, spare), value=-torch.inf) if spare else scores).unflatten(
         -1, (-1, _GROUP)
@@ -158,8 +155,7 @@ def highest_columns(scores: Tensor, count: int) -> Tensor:
 
 def _first_highest(scores: Tensor, count: int) -> Tensor:
     """Columns int64 [rows, count] of the highest; `topk` alone would take any of equal ones."""
-    # As bits a NaN may come before the least of all numbers, and with it columns beyond the last; +
-    # 0.0 makes -0.0 equal to 0.0.
+    # A NaN's bits, and so columns beyond the last, may come first; + 0.0 makes -0.0 equal to 0.0.
     bits = (scores.nan_to_num(torch.inf, torch.inf, -torch.inf) + 0.0).view(torch.int32)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ascends as the scores do
     keys = (order.long() << 32) | torch.arange(
@@ -209,8 +205,7 @@ def off(
     token_ids: Tensor,
     logprobs: Tensor,
 ) -> Deviation:
-    """How far what was found is from the best log-probabilities, and from those of its own tokens,
-    computed here in float64.
+    """How far it is from the best log-probabilities and from its tokens', in float64.
 
     Between two ways of computing them scores differ by the rounding of their logarithms, so two
     that are equal to that may change places.

@@ -1,5 +1,4 @@
-"""Draft trees on the device: the most probable paths through the candidates of each position, and
-the walk that accepts one.
+"""Draft trees on the device: the likeliest paths through candidates, and the walk of one.
 
 A tree is the better the more probable its paths, for the tokens that a step yields are 1 and the
 sum of their probabilities (DDTree, arXiv 2604.12989). The walk then follows the target's own
@@ -26,8 +25,7 @@ class BestPaths(NamedTuple):
         tree: of the drafts.
         places: int64 [num_reqs, N], where a draft lies in the table of candidates [K * C].
         scores: float32 [num_reqs, N], of the paths, in falling order.
-        num_drafts: int64 [num_reqs], drafts that count, the first ones, where there are fewer paths
-            than N; None means all.
+        num_drafts: int64 [num_reqs], how many of the drafts count, the first; None means all.
     """
 
     tree: DraftTree
@@ -37,11 +35,9 @@ class BestPaths(NamedTuple):
 
 
 def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
-    """The `num_nodes` paths of the highest sums of scores, best first; every one of them is a draft
-    behind those of its beginning.
+    """The `num_nodes` paths of highest sums, best first, each a draft behind its beginning's.
 
-    Of equal sums the shorter path comes first, then the one whose parent does, then the first
-    candidate.
+    Of equal sums the shorter path comes first, then by parents, then by candidates.
 
     Args:
         scores: float32, at most 0, of C candidates at each of K positions: [num_reqs, K, C]
@@ -115,8 +111,7 @@ def _followed_edges(edges: Tensor) -> Tensor:
 def _level_beams(scores: Tensor, num_nodes: int) -> BestPaths:
     """`best_first` in plain torch."""
     depth, count, conditional = scores.shape[1], scores.shape[-1], scores.ndim == 4
-    # No level has more than N of the best, and those continue ones of the level above that are
-    # among its best.
+    # No level has over N of the best, which continue ones among the best of the level above.
     totals, kept = (
         scores.new_zeros(len(scores), 1),
         torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device),

@@ -1,8 +1,6 @@
-"""Draft trees out of paths that were found one by one: continuations of earlier occurrences, or
-what two drafters propose.
+"""Draft trees out of paths: continuations of earlier occurrences, or two drafters' own.
 
-Paths with the same tokens are one. Any union is exact, since the target's own tokens choose among
-its drafts.
+Paths with the same tokens are one. Any union is exact: the target's own tokens choose.
 """
 
 from typing import NamedTuple
@@ -25,8 +23,7 @@ class ScoredDrafts(NamedTuple):
         scores: float32 [num_reqs, N], log-probabilities of the paths, in falling order.
         num_drafts: int64 [num_reqs], drafts that count, the first ones: there may be fewer than N.
             The others are valid tokens behind the anchor.
-        shift: float32 [num_reqs], is yet to be added to the scores of a tree that joins others;
-            None for 0.
+        shift: float32 [num_reqs], still to be added to the scores; None for 0.
     """
 
     tree: DraftTree
@@ -80,8 +77,7 @@ def _plain_trie(
     depths = places[:, None, None] + 1  # entries by depth, then occurrence
     tokens = torch.where(places < lengths[..., None], continuations, -1)
     agreeing = common_prefixes(tokens)[:, None] >= depths  # [num_reqs, K, M, M]
-    # Added up in one order for every depth, so that rounding makes no path likelier than its
-    # beginning.
+    # In one order for all depths: rounding makes no path likelier than its beginning.
     own = torch.where(lengths > 0, weights, 0.0)
     kept = own[:, None] * (keep[:, None] if isinstance(keep, Tensor) else keep) ** depths.squeeze(2)
     share = torch.where(agreeing, kept[:, :, None], 0.0).sum(dim=3) / own.sum(dim=1)[:, None, None]
@@ -162,8 +158,7 @@ def _same(paths: Tensor, others: Tensor) -> Tensor:
 def _best(
     paths: Tensor, is_first: Tensor, scores: Tensor, num_nodes: int, depth: int
 ) -> ScoredDrafts:
-    """The best of the paths int64 [num_reqs, P, D], filled up with -1, among which is the beginning
-    of each, likelier than it.
+    """The best of the paths int64 [num_reqs, P, D], filled up with -1, and all beginnings.
 
     Args:
         paths: empty ones are no paths.

@@ -162,8 +162,7 @@ def _row_candidates_kernel(
     if target_ids is not None:
         token_id = tl.load(target_ids + token_id, mask=within, other=0)
     tl.store(token_ids + row * COUNT + number, token_id, mask=within)
-    # What is not a number has no probability; and whatever rounds how, no child may be likelier
-    # than its parent.
+    # A NaN has no probability; and whatever rounds how, no child is likelier than its parent.
     score = tl.where(score == score, tl.minimum(score, 0.0), -float("inf"))
     tl.store(scores + row * COUNT + number, score, mask=within)
 

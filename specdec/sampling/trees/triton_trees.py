@@ -54,8 +54,7 @@ def _best_first_kernel(
     sums = tl.zeros([triton.next_power_of_2(NODES)], tl.float32)
     above = tl.zeros([triton.next_power_of_2(NODES)], tl.int64)
     await_previous(OVERLAP)
-    # Who a draft is: 7 bits of its depth, 7 of its parent's row, 8 of its parent's candidate, and 8
-    # of its own.
+    # A draft's identity: 7 bits of depth, 7 of its parent's row, 8 of its candidate, 8 of its own.
     frontier = tl.where(node == 0, tl.max(_children(edges, 0.0, 1 << 23, COUNT), 0), _LEAST)
     for n in range(NODES):
         best = tl.max(frontier, 0)
@@ -96,8 +95,7 @@ def best_first(edges: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
         edges: float32 [num_reqs, K, C, C], the last axis contiguous.
 
     Returns:
-        parents, depths, ancestors, ranks and places, int64 [num_reqs, N], and sums, float32
-        [num_reqs, N].
+        [num_reqs, N]: int64 parents, depths, ancestors, ranks and places, float32 sums.
     """
     num_reqs, depth, _, count = edges.shape
     assert edges.dtype == torch.float32 and edges.stride(-1) == 1

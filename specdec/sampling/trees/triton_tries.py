@@ -46,8 +46,7 @@ def _store_best(
     found: tl.tensor,  # int64 [5, requests, NODES]
     scores: tl.tensor,  # float32 [requests, NODES]
     num_drafts: tl.tensor,  # int64 [requests]
-    # the first entry of odd places, those before it have even ones; or None: an entry's place is
-    # its own
+    # the first entry of odd places, those before have even ones; None: all their own
     SECOND: tl.constexpr,
     NODES: tl.constexpr,
     DEPTH: tl.constexpr,

@@ -23,8 +23,7 @@ def chat_text(
     """What makes the prompt of messages and tools, by the model's template.
 
     Raises:
-        RequestError: a message is of no use to a text model, or an option of the template is not
-            one.
+        RequestError: a message is not for a text model, or an option not of the template.
     """
     try:
         messages = readable(asked.messages or [])

@@ -124,8 +124,7 @@ class BatchLine:
         names: by which the model is called.
         asked: the request; None where it is none.
         error: why it cannot be served.
-        said: names of values of `SamplingParams` that no default of the checkpoint changes, once
-            its `jobs` are known.
+        said: of `SamplingParams`, what no default changes, once its `jobs` are known.
     """
 
     record: Mapping[str, Any]

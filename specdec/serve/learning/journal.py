@@ -44,8 +44,7 @@ class RequestJournal:
         limit: bytes of all files together.
 
     Raises:
-        InvalidInputError: another process has the folder, it cannot be written to, or `limit` is
-            too small.
+        InvalidInputError: the folder is in use or cannot be written to, or `limit` is too small.
     """
 
     def __init__(self, folder: str | Path, limit: int) -> None:

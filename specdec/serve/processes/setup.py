@@ -24,8 +24,7 @@ class Setup:
     Attributes:
         facts: of the engine.
         config: limits.
-        model: name of the model where the config has none; of a folder, clients are told its last
-            part alone.
+        model: the model's name if the config has none; of a folder, its last part.
         drafter: name of what drafts; None where nothing does.
     """
 

@@ -38,18 +38,15 @@ class Totals:
 
     Attributes:
         finished: outputs by finish reason.
-        prompt_tokens, output_tokens: of prompts once their first token came, and of outputs as they
-            come.
+        prompt_tokens, output_tokens: of prompts at their first token, of outputs as they come.
         steps: verify steps.
         step_tokens: what these put out.
         drafts: verify steps that had drafts.
         draft_tokens: drafts verified.
         verified: verify steps by the drafts of a request that they verified.
         offered, accepted: by position, verify steps that offered a draft there, and that kept it.
-        first_token, between_tokens, whole: seconds to the first token, between chunks, and to the
-            end.
-        per_token: seconds from the first token to the end by tokens after it; it and the two before
-            are of streams.
+        first_token, between_tokens, whole: seconds to the first, between chunks, to the end.
+        per_token: seconds per token after the first; it and the first two are of streams.
         request_prompt, request_output: tokens of each output that has ended.
     """
 

@@ -70,8 +70,7 @@ class Hub:
         on_ready: called once all processes that were added before `run` serve.
         on_loss: called with a process that has ended by itself; it may add another one.
         on_stop: called once when all are to end, which it tells them.
-        update_drafter: has other weights draft, by the name that a process asks for, in a thread of
-            its own; None lets nobody ask.
+        update_drafter: has other weights draft, by name, in a thread of its own; None: nobody asks.
         on_end: called with each request that has ended, where anybody asks for them.
 
     Attributes:
