@@ -4,7 +4,7 @@ their families.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +66,8 @@ class DecoderLayer:
         return *convolution, *attention, *output, *rest
 
 
-class _Place(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
     """A layer among others.
 
     Attributes:
