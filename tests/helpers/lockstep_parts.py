@@ -17,6 +17,7 @@ from specdec.base.blocks import BlockShape
 from specdec.base.errors import BackendError
 from specdec.engine import guided
 from specdec.engine.agreement import agreed
+from specdec.engine.capture.capture import LaunchAlone
 from specdec.engine.capture.graphs import ShapeGraphs
 from specdec.model.core import AcceptOutput
 from specdec.parallel.collectives import least
@@ -200,7 +201,8 @@ def captured(refusing: int) -> tuple[bool, bool]:
             raise BackendError("no graphs here")
         return "a graph"
 
-    graphs: ShapeGraphs[BlockShape, str] = ShapeGraphs(required=False, group=executor.group)
+    about: Any = {"required": False, "group": executor.group}
+    graphs: ShapeGraphs[BlockShape, str] = ShapeGraphs(LaunchAlone(), **about)
     has = graphs.obtain(BlockShape(0), capture) is not None
     return has, not least(int(not has), executor.group)
 

@@ -23,6 +23,19 @@ class Capture(Protocol):
         """
 
 
+class LaunchAlone:
+    """What launches as a capture does, and repeats nothing."""
+
+    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
+        """See `Capture.capture`."""
+        launch()
+        return _nothing
+
+
+def _nothing() -> None:
+    return
+
+
 class CudaCapture:
     """CUDA graphs, or HIP graphs where torch is built for ROCm.
 

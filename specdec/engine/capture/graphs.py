@@ -10,7 +10,8 @@ larger shapes serve others.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import BackendError
 from specdec.engine.capture.buckets import BATCH_SIZES, batch_bucket, length_bucket
-from specdec.engine.capture.capture import Capture
+from specdec.engine.capture.capture import Capture, LaunchAlone
 from specdec.engine.selection import Selection
 from specdec.engine.slots import SlotState
 from specdec.engine.step_table import num_columns
@@ -49,6 +50,7 @@ class ShapeGraphs(Generic[Shape, Graph]):
     """Graphs by the shape of what they repeat.
 
     Args:
+        capture: captures device work.
         required: raise when something cannot be captured; otherwise warn, and go on without further
             graphs.
         group: ranks that capture together, all or none; None for a process alone.
@@ -58,7 +60,8 @@ class ShapeGraphs(Generic[Shape, Graph]):
         serving: requests are served, which no capture may hold up: see `obtain`.
     """
 
-    def __init__(self, *, required: bool, group: Group | None = None) -> None:
+    def __init__(self, capture: Capture, *, required: bool, group: Group | None = None) -> None:
+        self._capture = capture
         self.graphs: dict[Shape, Graph] = {}
         self.serving = False
         self._nearest: dict[Shape, Shape | None] = {}
@@ -66,6 +69,17 @@ class ShapeGraphs(Generic[Shape, Graph]):
         self._group = group
         self._required = required
         self._closed = False
+
+    @contextmanager
+    def only_launched(self) -> Iterator[None]:
+        """What would be captured is launched once, without other ranks, and no graph is kept."""
+        before = self._capture, self.graphs, self._group
+        self._capture, self.graphs, self._group = LaunchAlone(), {}, None
+        try:
+            yield
+        finally:
+            self._capture, self.graphs, self._group = before
+            self._nearest.clear()
 
     @property
     def num_captured(self) -> int:
@@ -165,10 +179,9 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
     """The captured steps of one engine. A subclass gives `_capture_step`.
 
     Args:
-        capture: captures device work.
         state: of the requests.
         steady_len: see `AttentionBackend.steady_len`.
-        required, group: see `ShapeGraphs`.
+        capture, required, group: see `ShapeGraphs`.
     """
 
     def __init__(
@@ -180,8 +193,8 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
         required: bool = True,
         group: Group | None = None,
     ) -> None:
-        super().__init__(required=required, group=group)
-        self._capture, self._state, self._steady_len = capture, state, steady_len
+        super().__init__(capture, required=required, group=group)
+        self._state, self._steady_len = state, steady_len
         self._slots = torch.full(
             (BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device
         )

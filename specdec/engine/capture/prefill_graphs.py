@@ -71,12 +71,11 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
     """The captured prefills of one engine.
 
     Args:
-        capture: captures device work.
         state: of the requests.
         forward: gives logits [num_reqs, V] of a batch, after all that a prefill writes.
         dtype: of the logits.
         max_rows: of a captured prefill, padding included.
-        required, group: see `ShapeGraphs`.
+        capture, required, group: see `ShapeGraphs`.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         required: bool = True,
         group: Group | None = None,
     ) -> None:
-        super().__init__(required=required, group=group)
-        self._capture, self._state, self._forward = capture, state, forward
+        super().__init__(capture, required=required, group=group)
+        self._state, self._forward = state, forward
         self._dtype, self._max_rows = dtype, max_rows
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor | None:

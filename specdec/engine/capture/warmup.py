@@ -25,6 +25,7 @@ import torch
 from specdec.base.blocks import BlockShape
 from specdec.engine.capture.buckets import batches, lengths
 from specdec.engine.capture.compiled import Compiled, Progress
+from specdec.engine.capture.prefill_graphs import PrefillGraphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.launch import Launch
 from specdec.engine.policy.shapes import ladder, may_have
@@ -80,11 +81,20 @@ class WarmUpShape:
         title: what it is, in a few words.
         eager: launches it operation by operation; returns when the device is done.
         captured: the same as its graph, which is captured; None where it never is.
+        padded: launches what would be captured, without a graph; None where `eager` launches the
+            same kernels.
     """
 
     title: str
     eager: Callable[[], None]
     captured: Callable[[], None] | None = None
+    padded: Callable[[], None] | None = None
+
+    def look(self) -> None:
+        """Launches every kernel of it, operation by operation."""
+        self.eager()
+        if self.padded:
+            self.padded()
 
     def run(self) -> None:
         """Launches it eagerly and then, where it is captured, as its graph."""
@@ -143,7 +153,7 @@ def get_ready(engine: SpecEngine, progress: Progress) -> Seconds:
     try:
         every = (*shapes, *idle_shapes(engine), *_rare(engine))
         with group.alone() if group else nullcontext():
-            compiled.look([(shape.title, shape.eager) for shape in every])
+            compiled.look([(shape.title, shape.look) for shape in every])
         looked, wanted = perf_counter(), [n for n, shape in enumerate(shapes) if shape.captured]
         for done, index in enumerate(wanted, start=1):
             compiled.wait(index)
@@ -271,8 +281,16 @@ def _prefills(
         (start, end), others = spans[0], f" beside {len(spans) - 1} more" if len(spans) > 1 else ""
         title = f"prefill {end - start:,} tokens behind {start:,}{others}"
         launch = partial(_prefill, engine, spans, sampling)
-        captures = graphs and (bounds is None or index >= num_eager)
-        yield WarmUpShape(title, launch, partial(launch, captured=True) if captures else None)
+        if not graphs or (bounds is not None and index < num_eager):
+            yield WarmUpShape(title, launch)
+            continue
+        captured = partial(launch, captured=True)
+        yield WarmUpShape(title, launch, captured, partial(_alone, graphs, captured))
+
+
+def _alone(graphs: PrefillGraphs, captured: Callable[[], None]) -> None:
+    with graphs.only_launched():
+        captured()
 
 
 def _steps(

@@ -1,7 +1,7 @@
 """Steps that are looked at for the kernels that they launch: one layer of a kind tells of all."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -17,11 +17,16 @@ if find_spec("triton") is None:
 from specdec.attention.triton import fa
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture import prefill_graphs
-from specdec.engine.capture.warmup import WarmUpShape, ready_shapes
+from specdec.engine.capture.capture import LaunchAlone
+from specdec.engine.capture.graphs import ShapeGraphs, StepGraphs
+from specdec.engine.capture.prefill_graphs import PrefillGraphs
+from specdec.engine.capture.warmup import ready_shapes
 from specdec.engine.engine import SpecEngine
 from specdec.kernels.looking import Looking
 from specdec.kernels.triton_compile import CompileAhead
 from specdec.model.core import Drafter, Verifier
+from specdec.parallel.group import Group
+from tests.helpers.recorder import Recorder
 from tests.helpers.tiny_configs import LATENT_CONFIGS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.specdec.engine.capture.test_left_out import all_kernels
@@ -65,12 +70,12 @@ def small(all_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa.TritonFaBackend, "unsupported_reasons", none)
 
 
-def noted(shapes: Sequence[WarmUpShape], *, every_layer: bool = False) -> Noting:
-    """What launches of these shapes need."""
+def noted(launches: Sequence[Callable[[], None]], *, every_layer: bool = False) -> Noting:
+    """What these need."""
     ahead = Noting(every_layer=every_layer)
     with ahead:
-        for shape in shapes:
-            shape.eager()
+        for launch in launches:
+            launch()
     ahead.close()
     return ahead
 
@@ -89,8 +94,8 @@ def engine_of(verifier: Verifier, drafter: Drafter | None) -> SpecEngine:
 
 
 def check_alike(engine: SpecEngine) -> None:
-    shapes = ready_shapes(engine)
-    few, every = (noted(shapes, every_layer=layers) for layers in (False, True))
+    launches = [shape.look for shape in ready_shapes(engine)]
+    few, every = (noted(launches, every_layer=layers) for layers in (False, True))
     assert few.forms == every.forms and len(few.forms) > 10
     assert few.looking.num_left_out > 10 and every.looking.num_left_out == 0
     assert Looking.now is None
@@ -107,6 +112,48 @@ def test_one_layer_of_a_kind_tells_of_all(name: str) -> None:
 def test_one_layer_of_a_drafter_tells_of_all(causal: tuple[bool, bool, bool]) -> None:
     verifier = paged_verifier(plain_model("llama"), backend=fa.TritonFaBackend)
     check_alike(engine_of(verifier, random_dflash(verifier, causal=causal)))
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts", "recurs"),
+    [
+        ("llama", True, False),
+        ("gemma3", False, False),
+        ("lfm2", False, True),
+        ("qwen3_next", True, True),
+    ],
+)
+def test_what_is_captured_was_looked_at(name: str, drafts: bool, recurs: bool) -> None:
+    """A captured prefill is padded and knows no lengths, so it launches others than an eager one;
+    a captured step launches no others.
+    """
+    verifier = paged_verifier(plain_model(name), backend=fa.TritonFaBackend)
+    engine = engine_of(verifier, random_dflash(verifier) if drafts else None)
+    runner, slots = engine.runner, engine.slots
+    runner.host_may_look = False
+    steps = runner.graphs = StepGraphs(Recorder(), slots, runner.step_table)
+    about: Any = {"dtype": verifier.dtype, "max_rows": 64}
+    prefills = PrefillGraphs(Recorder(), slots, runner.prefill_step, **about)
+    runner.prefill_graphs = prefills
+    shapes = ready_shapes(engine)
+    looked_at = noted([shape.look for shape in shapes]).forms
+    assert not steps.graphs and not prefills.graphs
+    captured = [shape.captured for shape in shapes if shape.captured]
+    with steps.only_launched(), prefills.only_launched():
+        launched = noted(captured).forms
+    assert len(captured) > 10 and launched <= looked_at
+    eager = noted([shape.eager for shape in shapes]).forms
+    assert bool(launched - eager) == recurs
+
+
+def test_a_rank_launches_alone_what_all_capture() -> None:
+    """The others are not asked, and what was captured before is there again."""
+    graphs: ShapeGraphs[int, str] = ShapeGraphs(LaunchAlone(), required=True)
+    graphs.obtain(1, lambda shape: "of before")
+    graphs._group = Group(0, 2, None, None)  # which could not be asked
+    with graphs.only_launched():
+        assert graphs.obtain(1, lambda shape: "another") == "another"
+    assert graphs.graphs == {1: "of before"} and graphs._group is not None
 
 
 @dataclass
