@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -26,6 +27,8 @@ from specdec.kernels.looking import Looking
 from specdec.kernels.triton_compile import CompileAhead
 from specdec.model.core import Drafter, Verifier
 from specdec.parallel.group import Group
+from tests.drafters.eagle3.heads import random_eagle3
+from tests.drafters.mtp.test_layers import case
 from tests.helpers.recorder import Recorder
 from tests.helpers.tiny_configs import LATENT_CONFIGS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
@@ -108,10 +111,17 @@ def test_one_layer_of_a_kind_tells_of_all(name: str) -> None:
     check_alike(engine_of(paged_verifier(plain_model(name), backend=backend), None))
 
 
-@pytest.mark.parametrize("causal", [(False, True, False), (True, True, True)])
-def test_one_layer_of_a_drafter_tells_of_all(causal: tuple[bool, bool, bool]) -> None:
+@pytest.mark.parametrize(
+    "drafter", [random_dflash, partial(random_dflash, causal=(True, True, True)), random_eagle3]
+)
+def test_one_layer_of_a_drafter_tells_of_all(drafter: Callable[[Verifier], Drafter]) -> None:
     verifier = paged_verifier(plain_model("llama"), backend=fa.TritonFaBackend)
-    check_alike(engine_of(verifier, random_dflash(verifier, causal=causal)))
+    check_alike(engine_of(verifier, drafter(verifier)))
+
+
+def test_one_layer_that_predicts_tells_of_all(tmp_path: Path) -> None:
+    _, verifier, drafter = case("deepseek_v3", tmp_path)
+    check_alike(engine_of(verifier, drafter))
 
 
 @pytest.mark.parametrize(
