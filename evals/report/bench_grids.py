@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from evals.certainty import DRAWS, FEW, LEAST
-from evals.report.grid import Grid
+from evals.report.grid import Grid, cell
 from evals.report.report import Report
 from evals.report.sides import PLAIN, drafting, short_name, side_of
 from evals.report.tasks import ALL, MEAN, TaskTable, task_tables
@@ -18,6 +18,9 @@ Row = dict[str, Any]
 MAX_POSITIONS = 16
 """Columns that a terminal has room for."""
 
+OF_TASK = (
+    "tau: pooled over a task's steps; mean: of its answers' own tau. Task mean: tasks weigh alike."
+)
 OF_REQUEST = (
     "tokens/s and ratio of a task: of one request, from its place among those at once to its last"
     " token; of all: of all requests together."
@@ -49,27 +52,18 @@ def sides_grid(report: Report) -> Grid:
     for row in report["rows"]:
         speed, acceptance = row["speed"]["tokens_per_second"], row["acceptance"]
         plain, limit, asked = row["drafter"] == PLAIN, row["roofline"], row["num_answers"]
-        share = (
-            "" if limit is None else f"{100 * speed['median'] / limit['tokens_per_second']:.0f}%"
-        )
-        rows.append(
-            (
-                row["prompt_set"],
-                f"{row['temperature']:g}",
-                str(row["concurrency"]),
-                "plain" if plain else short_name(row["drafter"]),
-                "" if plain or row["peer"] else str(row["k"]),
-                f"{speed['median']:.1f}",
-                f"{speed['min']:.1f}-{speed['max']:.1f}",
-                "none" if row["ratio"] is None else f"{row['ratio']:.2f}x",
-                share,
-                *figures({"tau": row.get("peer_tau")} if acceptance is None else acceptance)[:4],
-                "" if plain else f"{asked - len(row['differing_answers'])}/{asked}",
-            )
-        )
+        part = row["prompt_set"], f"{row['temperature']:g}", str(row["concurrency"])
+        drafts = "" if plain or row["peer"] else str(row["k"])
+        side = "plain" if plain else short_name(row["drafter"]), drafts
+        ratio = cell(row["ratio"], ".2f", "x") or "none"
+        bound = cell(limit and speed["median"] / limit["tokens_per_second"], ".0%")
+        fast = cell(speed["median"], ".1f"), f"{speed['min']:.1f}-{speed['max']:.1f}", ratio, bound
+        accepted = figures({"tau": row.get("peer_tau")} if acceptance is None else acceptance)[:4]
+        same = "" if plain else f"{asked - len(row['differing_answers'])}/{asked}"
+        rows.append((*part, *side, *fast, *accepted, same))
     head = ("set", "T", "conc", "drafter", "k", "tokens/s", "range", "ratio", "of bound")
-    engines = report["settings"].get("num_engines")
-    notes = (
+    tail = ("tau", "95 %", "mean", "95 %", "same output")
+    notes = [
         f"tokens/s: median of {report['settings']['repeats']} timed passes, prefill included;"
         f" ratio: to plain decoding of the same part of the sweep.",
         f"of bound: to what reading weights and cache alone would allow, at"
@@ -77,14 +71,12 @@ def sides_grid(report: Report) -> Grid:
         "tau: tokens output per verify step, pooled over all steps; mean: the mean of the answers'"
         " own tau.",
         *certainty_note(report),
-        *(
-            [f"tokens/s are those of one engine, of {engines}: all tokens by the time of all."]
-            if engines
-            else []
-        ),
-    )
-    tail = ("tau", "95 %", "mean", "95 %", "same output")
-    return Grid("all sides", (*head, *tail), rows, (0, 3), notes)
+    ]
+    if engines := report["settings"].get("num_engines"):
+        notes.append(
+            f"tokens/s are those of one engine, of {engines}: all tokens by the time of all."
+        )
+    return Grid("all sides", (*head, *tail), rows, (0, 3), tuple(notes))
 
 
 def task_grid(table: TaskTable) -> Grid:
@@ -94,28 +86,17 @@ def task_grid(table: TaskTable) -> Grid:
         for side in table.sides:
             if (side, task) in table.of:
                 rows.append((task, side.name(), *figures(table.of[side, task])))
-    return Grid(
-        f"by task ({table.title})",
-        ("task", "side", "tau", "95 %", "mean", "95 %", "tokens/s", "ratio"),
-        rows,
-        (0, 1),
-        (
-            "tau: pooled over a task's steps; mean: of its answers' own tau. Task mean: tasks weigh"
-            " alike.",
-            *([OF_REQUEST] if table.by_request else []),
-        ),
-    )
+    head = ("task", "side", "tau", "95 %", "mean", "95 %", "tokens/s", "ratio")
+    notes = (OF_TASK, OF_REQUEST) if table.by_request else (OF_TASK,)
+    return Grid(f"by task ({table.title})", head, rows, (0, 1), notes)
 
 
 def figures(of: Mapping[str, Any]) -> tuple[str, ...]:
     """Six cells: tau, the mean of the answers' own, each with its interval; speed and ratio."""
     cells: list[str] = []
     for name in ("tau", "mean_tau"):
-        value = of.get(name)
-        cells += "" if value is None else f"{value:.2f}", span(of.get(f"{name}_interval"))
-    speed, ratio = of.get("tokens_per_second"), of.get("ratio")
-    cells += "" if speed is None else f"{speed:.1f}", "" if ratio is None else f"{ratio:.2f}x"
-    return tuple(cells)
+        cells += cell(of.get(name), ".2f"), span(of.get(f"{name}_interval"))
+    return *cells, cell(of.get("tokens_per_second"), ".1f"), cell(of.get("ratio"), ".2f", "x")
 
 
 def span(interval: Sequence[float] | None) -> str:
@@ -161,31 +142,22 @@ def rank_grid(rows: Iterable[Row]) -> Grid:
 
 def budget_grid(rows: Iterable[Row], widest: int) -> Grid:
     """How sides with a budget have spent it: on which requests and slots, the first so many."""
-    own = [
-        row
-        for row in rows
-        if has_budget(row["k"]) and "verified_by_slot" in (row["acceptance"] or ())
-    ]
+    own = [row for row in rows if has_budget(row["k"])]
+    own = [row for row in own if "verified_by_slot" in (row["acceptance"] or ())]
     most = max((len(row["acceptance"]["verified_by_slot"]) for row in own), default=0)
 
-    def cell(row: Row, place: int) -> str:
+    def found(row: Row, place: int) -> str:
         acceptance, steps = row["acceptance"], row["acceptance"]["num_steps"] or 1
         if place == 0:
             return f"{acceptance['num_verified'] / steps:.2f}"
         if place == 1:
-            columns = row["answers"]
-            means = [
-                verified / count
-                for verified, count in zip(
-                    columns["num_verified"], columns["num_steps"], strict=True
-                )
-                if count
-            ]
+            pairs = zip(row["answers"]["num_verified"], row["answers"]["num_steps"], strict=True)
+            means = [verified / count for verified, count in pairs if count]
             return f"{min(means):.2f}-{max(means):.2f}" if means else ""
         return _at([count / steps for count in acceptance["verified_by_slot"]], place - 2)
 
     head = ("mean", "a request", *map(str, range(1, min(most, widest) + 1)))
-    grid = _columns("drafts verified of a request in a step", own, head, cell)
+    grid = _columns("drafts verified of a request in a step", own, head, found)
     note = "a request: the least and the largest mean of one; 1, 2, ...: the share of steps in"
     return replace(grid, notes=(f"{note} which that draft was verified, the likeliest first.",))
 
@@ -202,25 +174,24 @@ def has_budget(k: int | str) -> bool:
 def length_grid(rows: Iterable[Row], field: str, title: str) -> Grid:
     """Tau by a length, see `evals.bench.answers.by_length`."""
     own = [row for row in drafting(rows) if row["acceptance"].get(field)]
-    ends = sorted({one["end"]: one for row in own for one in row["acceptance"][field]}.items())
-    if len(ends) < 2:
+    ranges = length_ranges(row["acceptance"][field] for row in own)
+    if len(ranges) < 2:
         return Grid(title, (), ())
 
-    def cell(row: Row, place: int) -> str:
+    def tau(row: Row, place: int) -> str:
         found = {one["end"]: one["tau"] for one in row["acceptance"][field]}
-        tau = found.get(ends[place][0])
-        return "" if tau is None else f"{tau:.2f}"
+        return cell(found.get([*ranges][place]), ".2f")
 
-    return _columns(title, own, [length_range(one) for _, one in ends], cell)
+    return _columns(title, own, [*ranges.values()], tau)
 
 
 def hits_grid(rows: Iterable[Row]) -> Grid:
     """Tau behind prefix-cache hits, beside that of the same prompts computed."""
     own = [row for row in drafting(rows) if row.get("behind_hits")]
     every = [of for row in own for of in (row["acceptance"], row["behind_hits"])]
-    ends = sorted({one["end"]: one for of in every for one in of["by_context"]}.items())
+    ranges = length_ranges(of["by_context"] for of in every)
 
-    def cell(row: Row, place: int) -> str:
+    def both(row: Row, place: int) -> str:
         hits, cold = row["behind_hits"], row["acceptance"]
         if place == 0:
             return f"{hits['num_cached_tokens'] / hits['num_prompt_tokens']:.2f}"
@@ -232,24 +203,24 @@ def hits_grid(rows: Iterable[Row]) -> Grid:
         found = [
             {one["end"]: f"{one['tau']:.2f}" for one in of["by_context"]} for of in (cold, hits)
         ]
-        end = ends[place - 3][0]
+        end = [*ranges][place - 3]
         return " ".join(of.get(end, "-") for of in found if end in found[0] or end in found[1])
 
-    head = ("from cache", "same output", "all", *(length_range(one) for _, one in ends))
-    grid = _columns(
-        "tau of prompts computed, and of the same from the prefix cache", own, head, cell
-    )
+    head = ("from cache", "same output", "all", *ranges.values())
+    title = "tau of prompts computed, and of the same from the prefix cache"
+    grid = _columns(title, own, head, both)
     note = "all, then by the tokens before a step; from cache: share of the prompts' tokens."
     return replace(grid, notes=(note,))
 
 
-def length_range(one: Mapping[str, Any]) -> str:
-    """The tokens of a range.
+def length_ranges(tables: Iterable[Sequence[Mapping[str, Any]]]) -> dict[int, str]:
+    """The tokens of all ranges of some tables, by the end of each.
 
-    >>> length_range({"start": 128, "end": 256})
-    '128-255'
+    >>> length_ranges([[{"start": 128, "end": 256}], [{"start": 0, "end": 128}]])
+    {128: '0-127', 256: '128-255'}
     """
-    return f"{one['start']}-{one['end'] - 1}"
+    names = {one["end"]: f"{one['start']}-{one['end'] - 1}" for table in tables for one in table}
+    return dict(sorted(names.items()))
 
 
 def serving_grid(rows: Iterable[Row]) -> Grid:
@@ -261,34 +232,23 @@ def serving_grid(rows: Iterable[Row]) -> Grid:
             asked = len({*row["answers"]["item"]})
             if row["concurrency"] > asked:
                 few.append(f"{row['concurrency']} at once are {asked}, as many as were asked.")
-            ms = latency["ms_per_token"]
-            cells.append(
-                (
-                    f"{row['prompt_set']} T={row['temperature']:g}",
-                    side_of(row).name(),
-                    str(row["concurrency"]),
-                    f"{row['speed']['tokens_per_second']['median']:.1f}",
-                    f"{latency['request_tokens_per_second']['median']:.1f}",
-                    f"{latency['request_tokens_per_second']['worst_tenth']:.1f}",
-                    f"{ms['median']:.2f}" if ms else "",
-                    f"{ms['worst_tenth']:.2f}" if ms else "",
-                    f"{latency['first_token_ms']['median']:.1f}",
-                )
-            )
+            part = f"{row['prompt_set']} T={row['temperature']:g}"
+            total = f"{row['speed']['tokens_per_second']['median']:.1f}"
+            one, ms = latency["request_tokens_per_second"], latency["ms_per_token"] or {}
+            speeds = total, f"{one['median']:.1f}", f"{one['worst_tenth']:.1f}"
+            times = cell(ms.get("median"), ".2f"), cell(ms.get("worst_tenth"), ".2f")
+            first = f"{latency['first_token_ms']['median']:.1f}"
+            side = side_of(row).name(), str(row["concurrency"])
+            cells.append((part, *side, *speeds, *times, first))
     head = ("part", "side", "conc", "tokens/s", "a request", "slow", "ms/token", "slow", "first ms")
-    return Grid(
-        "speed against latency",
-        head,
-        cells,
-        (0, 1),
-        (
-            "tokens/s: of all requests; a request: tokens/s of the median request, from its place"
-            " among those at once to its last token;",
-            "ms/token: behind the first token; first ms: from its place to its first token; slow:"
-            " where the slowest tenth of the requests begins.",
-            *dict.fromkeys(few),
-        ),
+    notes = (
+        "tokens/s: of all requests; a request: tokens/s of the median request, from its place among"
+        " those at once to its last token;",
+        "ms/token: behind the first token; first ms: from its place to its first token; slow: where"
+        " the slowest tenth of the requests begins.",
+        *dict.fromkeys(few),
     )
+    return Grid("speed against latency", head, cells, (0, 1), notes)
 
 
 def step_grid(rows: Iterable[Row]) -> Grid:
@@ -296,39 +256,37 @@ def step_grid(rows: Iterable[Row]) -> Grid:
     own = drafting(rows)
     most = max((len(row["acceptance"]["histogram"]) for row in own), default=1)
 
-    def cell(row: Row, place: int) -> str:
+    def share(row: Row, place: int) -> str:
         counts, steps = row["acceptance"]["histogram"], row["acceptance"]["num_steps"]
         return _at([count / steps for count in counts], place + 1)
 
-    return _columns("tokens per verify step", own, [str(n) for n in range(1, most)], cell)
+    return _columns("tokens per verify step", own, [str(n) for n in range(1, most)], share)
 
 
 def time_grid(rows: Iterable[Row]) -> Grid:
     """Shares of the time."""
     own = [row for row in rows if row.get("time_split")]
-    return _columns(
-        "where the time goes",
-        own,
-        TIME_PARTS,
-        lambda row, place: f"{row['time_split'][TIME_PARTS[place]]:.2f}",
-    )
+
+    def share(row: Row, place: int) -> str:
+        return f"{row['time_split'][TIME_PARTS[place]]:.2f}"
+
+    return _columns("where the time goes", own, TIME_PARTS, share)
 
 
 def speed_grid(rows: Iterable[Row]) -> Grid:
     """Tokens per second of all requests: the median of the passes, the slowest, the fastest."""
     names = ("median", "min", "max")
-    return _columns(
-        "tokens/s of all requests",
-        [*rows],
-        names,
-        lambda row, place: f"{row['speed']['tokens_per_second'][names[place]]:.1f}",
-    )
+
+    def speed(row: Row, place: int) -> str:
+        return f"{row['speed']['tokens_per_second'][names[place]]:.1f}"
+
+    return _columns("tokens/s of all requests", [*rows], names, speed)
 
 
-def _columns(title: str, rows: Sequence[Row], head: Sequence[str], cell: Any) -> Grid:
+def _columns(title: str, rows: Sequence[Row], head: Sequence[str], found: Any) -> Grid:
     """A line for every side of every part, a column for each of `head`."""
     places = range(len(head))
-    lines = [(_part(row), side_of(row).name(), *(cell(row, n) for n in places)) for row in rows]
+    lines = [(_part(row), side_of(row).name(), *(found(row, n) for n in places)) for row in rows]
     return Grid(title, ("part", "side", *head), lines, (0, 1))
 
 

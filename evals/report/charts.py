@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from evals.report.bench_grids import length_range
+from evals.report.bench_grids import length_ranges
 from evals.report.palette import Palette, drawn, named
 from evals.report.sides import PLAIN, Side, drafting, side_of
 from evals.report.tasks import MEAN, TaskTable
@@ -18,6 +18,8 @@ SIZE = (4.6, 3.2)
 """Inches; on a phone (331 points) the text shows in about the size that it is set in."""
 
 FONT_SIZE = 10
+
+_NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": FONT_SIZE - 1}
 
 Row = dict[str, Any]
 Draw = Callable[[Any], None]
@@ -38,12 +40,9 @@ class Charts:
         return self._bars(table, "ratio", "times the speed of plain decoding")
 
     def _bars(self, table: TaskTable, field: str, title: str) -> str:
-        sides = [
-            side
-            for side in table.sides
-            if side.drafter != PLAIN
-            and any(table.of.get((side, task), {}).get(field) for task in table.tasks)
-        ]
+        found = {key for key, figures in table.of.items() if figures.get(field)}
+        known = {side for side, task in found if task in table.tasks and side.drafter != PLAIN}
+        sides = [side for side in table.sides if side in known]
         tasks = [*table.tasks, *([MEAN] if len(table.tasks) > 1 else [])]
         if not sides:
             return ""
@@ -62,15 +61,9 @@ class Charts:
                     axes.barh(at, value, 0.92 * height, label=label, **self._fill(side))
                     if high > low:
                         axes.plot([low, high], [at, at], color=drawn("ink"), linewidth=1.4)
-                    axes.annotate(
-                        f"{value:.2f}",
-                        (max(value, high), at),
-                        (4, 0),
-                        textcoords="offset points",
-                        va="center",
-                        fontsize=FONT_SIZE - 1,
-                        bbox={"facecolor": drawn("card"), "edgecolor": "none", "pad": 0.8},
-                    )
+                    box = {"facecolor": drawn("card"), "edgecolor": "none", "pad": 0.8}
+                    end = max(value, high), at
+                    axes.annotate(f"{value:.2f}", end, (4, 0), **_NOTE, va="center", bbox=box)
             axes.axvline(1, color=drawn("plain"), linestyle="--", linewidth=1, label="plain")
             axes.set_yticks(range(len(tasks)), [_short(task) for task in tasks])
             axes.set(xlabel=title)
@@ -95,14 +88,8 @@ class Charts:
                 totals = [row["speed"]["tokens_per_second"]["median"] for row in some]
                 axes.plot(speeds, totals, **self._line(side))
                 for row, at in zip(some, zip(speeds, totals, strict=True), strict=True):
-                    axes.annotate(
-                        str(row["concurrency"]),
-                        at,
-                        (5, 5),
-                        textcoords="offset points",
-                        fontsize=FONT_SIZE - 1,
-                        color=self._palette.color(side),
-                    )
+                    color = self._palette.color(side)
+                    axes.annotate(str(row["concurrency"]), at, (5, 5), **_NOTE, color=color)
             axes.set(xlabel="tokens/s of one request", ylabel="tokens/s of all")
             axes.margins(0.12)
             axes.set_xlim(left=0)
@@ -157,19 +144,18 @@ class Charts:
     def tau_by_length(self, rows: Sequence[Row], field: str, counted: str) -> str:
         """Tau by ranges of a length, one line per side; see `evals.bench.answers.by_length`."""
         own = [row for row in drafting(rows) if row["acceptance"].get(field)]
-        ends = sorted({one["end"]: one for row in own for one in row["acceptance"][field]}.items())
-        if len(ends) < 2:
+        ranges = length_ranges(row["acceptance"][field] for row in own)
+        if len(ranges) < 2:
             return ""
-        places = {end: place for place, (end, _) in enumerate(ends)}
+        places = {end: place for place, end in enumerate(ranges)}
 
         def draw(axes: Any) -> None:
             for row in own:
                 some, side = row["acceptance"][field], side_of(row)
                 at = [places[one["end"]] for one in some]
                 axes.plot(at, [one["tau"] for one in some], **self._line(side))
-            names = [length_range(one) for _, one in ends]
-            tilted = {"rotation": 30, "ha": "right"} if len(ends) > 4 else {}
-            axes.set_xticks(range(len(ends)), names, **tilted)
+            tilted = {"rotation": 30, "ha": "right"} if len(ranges) > 4 else {}
+            axes.set_xticks(range(len(ranges)), [*ranges.values()], **tilted)
             axes.set(xlabel=counted, ylabel="tau")
             axes.set_ylim(bottom=0)
 
@@ -272,11 +258,9 @@ def _svg(name: str, draw: Draw, *, legend_columns: int = 2, height: float = SIZE
         "axes.edgecolor": drawn("soft"),
         "grid.color": drawn("rule"),
         "hatch.color": drawn("page"),
-        **{
-            key: drawn("ink")
-            for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
-        },
     }
+    texts = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+    settings |= dict.fromkeys(texts, drawn("ink"))
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(SIZE[0], height), layout="constrained")
         axes = figure.add_subplot()
@@ -285,14 +269,8 @@ def _svg(name: str, draw: Draw, *, legend_columns: int = 2, height: float = SIZE
         if handles:
             more = max(0, -(-len(handles) // legend_columns) - 2)
             figure.set_size_inches(SIZE[0], height + 0.2 * more)
-            figure.legend(
-                handles,
-                labels,
-                loc="outside upper center",
-                ncols=legend_columns,
-                frameon=False,
-                fontsize=FONT_SIZE - 1,
-            )
+            place = {"loc": "outside upper center", "ncols": legend_columns, "frameon": False}
+            figure.legend(handles, labels, **place, fontsize=FONT_SIZE - 1)
         target = io.StringIO()
         FigureCanvasSVG(figure).print_svg(target, metadata={"Date": None, "Creator": None})
     text = named(target.getvalue())

@@ -35,11 +35,8 @@ def compare_reports(one: Report, other: Report | None = None) -> str:
                 " or measure with --drafter A B"
             )
         return "\n".join(tests)
-    parts, others = (
-        (_bench_parts(one), _bench_parts(other))
-        if bench
-        else (_eval_parts(one), _eval_parts(other))
-    )
+    parts_of = _bench_parts if bench else _eval_parts
+    parts, others = parts_of(one), parts_of(other)
     common = [key for key in parts if key in others]
     if not common:
         first, second = (_title(next(iter(some), ())) for some in (parts, others))
@@ -51,17 +48,9 @@ def compare_reports(one: Report, other: Report | None = None) -> str:
     rows.append(("part", "tokens/s", "tokens/s", "", "tau", "tau", ""))
     for key in common:
         (speed, tau), (other_speed, other_tau) = parts[key], others[key]
-        rows.append(
-            (
-                _title(key),
-                f"{speed:.1f}",
-                f"{other_speed:.1f}",
-                _ratio(other_speed, speed),
-                f"{tau:.3f}",
-                f"{other_tau:.3f}",
-                _ratio(other_tau, tau),
-            )
-        )
+        speeds = f"{speed:.1f}", f"{other_speed:.1f}", _ratio(other_speed, speed)
+        taus = f"{tau:.3f}", f"{other_tau:.3f}", _ratio(other_tau, tau)
+        rows.append((_title(key), *speeds, *taus))
     only = [
         f"only in the {name}: {_title(key)}"
         for name, mine, theirs in (("first", parts, others), ("second", others, parts))
@@ -93,16 +82,8 @@ def differences(one: Report, other: Report) -> list[str]:
     """One line for everything that differs between two reports beside their figures."""
     found = []
     ours, theirs = one["provenance"], other["provenance"]
-    for field in (
-        "device",
-        "dtype",
-        "weights",
-        "attention",
-        "kv_dtype",
-        "prefill_dtype",
-        "num_threads",
-        "commit",
-    ):
+    machine = ("device", "dtype", "weights", "attention", "kv_dtype", "prefill_dtype")
+    for field in (*machine, "num_threads", "commit"):
         if ours.get(field) != theirs.get(field):
             found.append(f"{field} differs: {ours.get(field)} / {theirs.get(field)}")
     for package in sorted(ours["versions"].keys() | theirs["versions"].keys()):
@@ -135,13 +116,12 @@ def differences(one: Report, other: Report) -> list[str]:
 
 def _bench_parts(report: Report) -> dict[Key, tuple[float, float]]:
     """Speed and tau by prompt set, temperature, concurrency, drafter and k."""
-    return {
-        (row["prompt_set"], row["temperature"], row["concurrency"], row["drafter"], row["k"]): (
-            row["speed"]["tokens_per_second"]["median"],
-            row["acceptance"]["tau"] if row["acceptance"] else 0.0,
-        )
-        for row in report["rows"]
-    }
+    parts: dict[Key, tuple[float, float]] = {}
+    for row in report["rows"]:
+        key = row["prompt_set"], row["temperature"], row["concurrency"], row["drafter"], row["k"]
+        tau = row["acceptance"]["tau"] if row["acceptance"] else 0.0
+        parts[key] = row["speed"]["tokens_per_second"]["median"], tau
+    return parts
 
 
 def _eval_parts(report: Report) -> dict[Key, tuple[float, float]]:
@@ -150,10 +130,8 @@ def _eval_parts(report: Report) -> dict[Key, tuple[float, float]]:
     for task in report["tasks"]:
         for side in ("plain", "speculative"):
             acceptance = task[side]["acceptance"]
-            parts[task["task"], side] = (
-                task[side]["tokens_per_second"],
-                acceptance["tau"] if acceptance else 0.0,
-            )
+            tau = acceptance["tau"] if acceptance else 0.0
+            parts[task["task"], side] = task[side]["tokens_per_second"], tau
     return parts
 
 

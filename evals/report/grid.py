@@ -27,6 +27,15 @@ class Grid:
         return [f"{self.title}:", *align([self.head, *self.rows], left=self.left), *self.notes]
 
 
+def cell(value: float | None, form: str, unit: str = "") -> str:
+    """A number in a form; nothing where it is not known.
+
+    >>> cell(1.5, ".2f", "x"), cell(None, ".2f")
+    ('1.50x', '')
+    """
+    return "" if value is None else f"{value:{form}}{unit}"
+
+
 def align(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
     """Lines of columns two spaces apart; those in `left` begin together, the others end so.
 

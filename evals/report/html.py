@@ -24,7 +24,7 @@ from evals.report.bench_grids import (
     time_grid,
 )
 from evals.report.charts import Charts
-from evals.report.grid import Grid
+from evals.report.grid import Grid, cell
 from evals.report.palette import COLORS, Palette
 from evals.report.report import Report
 from evals.report.sides import PLAIN, side_name, side_of
@@ -164,12 +164,13 @@ def _by_length(charts: Charts, rows: Sequence[Row], what: str, counted: str) -> 
 def _card(row: Row, palette: Palette) -> dict[str, str]:
     """What a side reached, in its color, which the plots give it too."""
     side, acceptance = side_of(row), row["acceptance"] or {"tau": row.get("peer_tau")}
-    tau = "" if acceptance["tau"] is None else f"tau {acceptance['tau']:.2f}"
+    tau = cell(acceptance["tau"], ".2f")
+    tau = tau and f"tau {tau}"
     bounds = span(acceptance.get("tau_interval"))
     return {
         "color": palette.name(side),
         "side": side.title,
-        "ratio": "no speed" if row["ratio"] is None else f"{row['ratio']:.2f}x",
+        "ratio": cell(row["ratio"], ".2f", "x") or "no speed",
         "speed": f"{row['speed']['tokens_per_second']['median']:.1f}",
         "tau": f"{tau} ({bounds})" if bounds else tau,
     }

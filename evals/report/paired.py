@@ -144,10 +144,5 @@ def _cells(found: Array, draws: Array, pairs: int) -> tuple[str, ...]:
     differences = draws[1] - draws[0]
     low, high = interval(differences) or (0.0, 0.0)
     p = no_difference(differences, pairs)
-    return (
-        f"{found[0]:.3f}",
-        f"{found[1]:.3f}",
-        f"{found[1] - found[0]:+.3f}",
-        f"{low:+.3f} to {high:+.3f}",
-        "<0.001" if p < 0.001 else f"{p:.3f}",
-    )
+    sides, bounds = (f"{found[0]:.3f}", f"{found[1]:.3f}"), f"{low:+.3f} to {high:+.3f}"
+    return *sides, f"{found[1] - found[0]:+.3f}", bounds, "<0.001" if p < 0.001 else f"{p:.3f}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from evals.report.grid import cell
 from evals.report.paired import unlike
 from evals.report.report import Report
 from evals.report.sides import PLAIN, Side
@@ -55,9 +56,8 @@ def paper(reports: Sequence[tuple[str, Report]], style: str) -> str:
     rows: list[dict[str, Any]] = []
     for file, report in reports:
         for row in report["rows"]:
-            key = tuple(
-                row[field] for field in ("prompt_set", "temperature", "concurrency", "drafter", "k")
-            )
+            fields = ("prompt_set", "temperature", "concurrency", "drafter", "k")
+            key = tuple(row[field] for field in fields)
             if key in seen and row["drafter"] != PLAIN:
                 raise InvalidInputError(
                     f"{seen[key]!r} and {file!r} both have {row['drafter']} k={row['k']}; give"
@@ -104,41 +104,28 @@ def _tau(figures: Mapping[str, Any], kind: str) -> tuple[str, str]:
     >>> _tau({"tau": 2.5, "tau_interval": (2.25, 2.75)}, "tau"), _tau({"tau": 1.5}, "tau")
     (('2.50', '0.25'), ('1.50', ''))
     """
-    value, bounds = figures.get(kind), figures.get(f"{kind}_interval")
-    half = "" if bounds is None else f"{(bounds[1] - bounds[0]) / 2:.2f}"
-    return "" if value is None else f"{value:.2f}", half
-
-
-def _ratio(figures: Mapping[str, Any]) -> str:
-    ratio = figures.get("ratio")
-    return "" if ratio is None else f"{ratio:.2f}"
+    bounds = figures.get(f"{kind}_interval")
+    half = cell(bounds and (bounds[1] - bounds[0]) / 2, ".2f")
+    return cell(figures.get(kind), ".2f"), half
 
 
 def _markdown(table: TaskTable, caption: str) -> str:
     columns = _columns(table)
 
-    def cell(side: Side, task: str, kind: str) -> str:
+    def text(side: Side, task: str, kind: str) -> str:
         figures = table.of.get((side, task), {})
         value, half = _tau(figures, kind)
-        ratio = _ratio(figures) if kind == "tau" else ""
-        parts = [f"{value} ± {half}" if half else value, f"{ratio}x" if ratio else ""]
-        return ", ".join(filter(None, parts))
+        ratio = cell(figures.get("ratio"), ".2f", "x") if kind == "tau" else ""
+        return ", ".join(filter(None, (f"{value} ± {half}" if half else value, ratio)))
 
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(one.replace("|", "\\|") for one in cells) + " |"
 
-    return "\n".join(
-        [
-            f"{caption}.",
-            "",
-            line(["drafter", *(title for title, _, _ in columns)]),
-            "|---|" + "--:|" * len(columns),
-            *(
-                line([side.name(), *(cell(side, task, kind) for _, task, kind in columns)])
-                for side in _sides(table)
-            ),
-        ]
-    )
+    lines = [f"{caption}.", "", line(["drafter", *(title for title, _, _ in columns)])]
+    lines.append("|---|" + "--:|" * len(columns))
+    for side in _sides(table):
+        lines.append(line([side.name(), *(text(side, task, kind) for _, task, kind in columns)]))
+    return "\n".join(lines)
 
 
 def latex_text(text: str) -> str:
@@ -168,25 +155,13 @@ def _latex(table: TaskTable, caption: str) -> str:
             value, half = _tau(figures, kind)
             found.append(value + (rf" {{\scriptsize$\pm${half}}}" if half else ""))
             if kind == "tau":
-                ratio = _ratio(figures)
-                found.append(rf"{ratio}$\times$" if ratio else "")
+                found.append(cell(figures.get("ratio"), ".2f", r"$\times$"))
         return found
 
-    return "\n".join(
-        [
-            r"% needs \usepackage{booktabs}",
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{latex_text(caption)}.}}",
-            rf"\begin{{tabular}}{{l{'r' * (at - 2)}}}",
-            r"\toprule",
-            " & " + " & ".join(spans) + r" \\",
-            " ".join(rules),
-            "drafter & " + " & ".join(heads) + r" \\",
-            r"\midrule",
-            *(" & ".join(cells(side)) + r" \\" for side in _sides(table)),
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-        ]
-    )
+    lines = [r"% needs \usepackage{booktabs}", r"\begin{table}", r"\centering"]
+    lines.append(rf"\caption{{{latex_text(caption)}.}}")
+    lines += [rf"\begin{{tabular}}{{l{'r' * (at - 2)}}}", r"\toprule"]
+    lines += [" & " + " & ".join(spans) + r" \\", " ".join(rules)]
+    lines += ["drafter & " + " & ".join(heads) + r" \\", r"\midrule"]
+    lines += [" & ".join(cells(side)) + r" \\" for side in _sides(table)]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"])

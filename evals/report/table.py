@@ -6,7 +6,7 @@ from typing import Any
 
 from evals.certainty import paired
 from evals.report.bench_grids import bench_grids, sides_grid
-from evals.report.grid import align
+from evals.report.grid import align, cell
 from evals.report.report import Report
 from evals.report.sides import part_title, short_name
 from specdec.cli.summary import counted
@@ -56,28 +56,16 @@ def shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
             ranks.append((f"  {title}:", _shares(row["acceptance"]["share_by_rank"])))
         if row["acceptance"] and len(by_part := row["acceptance"].get("by_part", [])) > 1:
             parts.append((f"  {title}:", _by_part(row["drafter"], by_part)))
-    lines = ["", "drafts chosen step by step:", *align(shapes, left=(0, 1))] if shapes else []
-    if choices:
-        lines += [
-            "",
-            "what they were chosen by, the fastest first: milliseconds of a step (~ is an estimate)"
-            " and its tokens of a request:",
-            *align(choices, left=(0, 1)),
-        ]
-    if ranks:
-        lines += [
-            "",
-            "accepted drafts of trees, by rank among the candidates of their position, the"
-            " likeliest first:",
-        ]
-        lines += align(ranks, left=(0, 1))
-    if parts:
-        lines += [
-            "",
-            "drafters by turns, and how many drafts of a step of each were accepted:",
-            *align(parts, left=(0, 1)),
-        ]
-    return lines
+    blocks = {
+        "drafts chosen step by step:": shapes,
+        "what they were chosen by, the fastest first: milliseconds of a step (~ is an estimate) and"
+        " its tokens of a request:": choices,
+        "accepted drafts of trees, by rank among the candidates of their position, the likeliest"
+        " first:": ranks,
+        "drafters by turns, and how many drafts of a step of each were accepted:": parts,
+    }
+    shown = [["", title, *align(block, left=(0, 1))] for title, block in blocks.items() if block]
+    return [line for block in shown for line in block]
 
 
 def dummy_table(report: Report) -> list[str]:
@@ -87,22 +75,10 @@ def dummy_table(report: Report) -> list[str]:
     rows = [("prompts", "work", "ours", "range", *theirs, "", "of bound")]
     for row in report["rows"]:
         other, limit, ratio = row["theirs"], row["roofline"], row["ratio"]
-        beside = (
-            (*(_figure(other) if other else ("", "")), "" if ratio is None else f"{ratio:.3f}")
-            if peer
-            else ()
-        )
-        share = "" if limit is None else f"{100 * limit['share']:.0f}%"
-        rows.append(
-            (
-                f"{row['num_reqs']} x {row['prompt_tokens']:,}",
-                row["work"],
-                *_figure(row["ours"]),
-                *beside,
-                row["unit"],
-                share,
-            )
-        )
+        prompts = f"{row['num_reqs']} x {row['prompt_tokens']:,}"
+        beside = (*(_figure(other) if other else ("", "")), cell(ratio, ".3f")) if peer else ()
+        share = cell(limit and limit["share"], ".0%")
+        rows.append((prompts, row["work"], *_figure(row["ours"]), *beside, row["unit"], share))
     settings = report["settings"]
     return [
         *align(rows, left=(0, 1, len(rows[0]) - 2)),
@@ -153,18 +129,13 @@ def _experts_met(experts: dict[str, Any] | None, rows: Sequence[dict[str, Any]])
         f" router's random weights"
     ]
     for one in experts["met"]:
-        met = one["measured"]
-        measured = "" if met is None else f", {met:.1f} met by as many random prompts"
-        lines.append(
-            f"  {one['rows']:>5} {'row: ' if one['rows'] == 1 else 'rows:'} {one['expected']:.1f}"
-            f" expected{measured}"
-        )
+        measured = cell(one["measured"], ".1f", " met by as many random prompts")
+        rows_of = f"{one['rows']:>5} {'row: ' if one['rows'] == 1 else 'rows:'}"
+        lines.append(f"  {rows_of} {one['expected']:.1f} expected{measured and ', ' + measured}")
     for row in rows:
         if row["work"] == "plain step" and row["num_reqs"] > 1:
-            lines.append(
-                f"  {row['num_reqs']} requests last decoded {row['distinct_tokens']} different"
-                f" tokens"
-            )
+            count = f"{row['distinct_tokens']} different tokens"
+            lines.append(f"  {row['num_reqs']} requests last decoded {count}")
     return lines
 
 
@@ -179,17 +150,9 @@ def eval_table(report: Report) -> list[str]:
             rows.append((name, *_accuracy(value), *_accuracy(other)))
             for peer, one in task.get("peers", {}).items():
                 rows.append((f"  {peer}", *_accuracy(one["metrics"][name]), "", ""))
-        rows.append(
-            (
-                "tokens/s",
-                f"{plain['tokens_per_second']:.1f}",
-                "",
-                f"{speculative['tokens_per_second']:.1f}",
-                "",
-            )
-        )
-        ratio = task["ratio"]
-        rows.append(("ratio", "", "", "none" if ratio is None else f"{ratio:.2f}x", ""))
+        speeds = [f"{side['tokens_per_second']:.1f}" for side in (plain, speculative)]
+        rows.append(("tokens/s", speeds[0], "", speeds[1], ""))
+        rows.append(("ratio", "", "", cell(task["ratio"], ".2f", "x") or "none", ""))
         acceptance = speculative["acceptance"]
         if acceptance is not None:
             rows.append(("tau, pooled", "", "", f"{acceptance['tau']:.2f}", ""))
