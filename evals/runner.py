@@ -11,6 +11,7 @@ from functools import partial
 from evals.prompt_sets import Item, PromptSet
 from specdec.base.errors import SpecDecError
 from specdec.base.metrics import AcceptanceStats
+from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
@@ -63,6 +64,11 @@ class Pass:
     def num_tokens(self) -> int:
         """Tokens output."""
         return sum(len(answer.token_ids) for answer in self.answers)
+
+
+def num_captured(engine: SpecEngine) -> int:
+    """Steps that an engine has captured."""
+    return engine.runner.graphs.num_captured if engine.runner.graphs else 0
 
 
 def run_set(

@@ -25,6 +25,7 @@ from evals.runner import (
     Pass,
     behind_hits,
     max_total_tokens,
+    num_captured,
     run_set,
 )
 from evals.speed import time_split
@@ -63,8 +64,7 @@ class _Side(Side):
     @property
     def num_captured(self) -> int:
         """Steps that its engine has captured."""
-        graphs = None if self.peer else self.decoder.engine.runner.graphs
-        return graphs.num_captured if graphs else 0
+        return 0 if self.peer else num_captured(self.decoder.engine)
 
 
 class Bench:
@@ -144,13 +144,9 @@ class Bench:
                 side.decoder.engine.reset()  # no pass may copy what one before it wrote
                 # without it every pass does the same work, prefill included
                 side.decoder.engine.scheduler.prefix.enabled = hits
+            how = behind_hits(side.decoder, concurrency) if hits else side.generate
             return run_set(
-                side.decoder,
-                prompts,
-                sampling,
-                raw=config.raw,
-                on_turn=on_turn,
-                generate=behind_hits(side.decoder, concurrency) if hits else side.generate,
+                side.decoder, prompts, sampling, raw=config.raw, on_turn=on_turn, generate=how
             )
 
         for side in sides if config.warmup else ():
@@ -181,12 +177,9 @@ class Bench:
             seconds = run_set(side.decoder, sample, few, raw=config.raw, on_turn=on_turn).seconds
             side.time_split = time_split(timer.totals, seconds)
         key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
-        rows = [
-            key
-            | side.row(sides[0], prompts, raw=config.raw)
-            | {"roofline": self._roofline(side, concurrency), "tree_step": None}
-            for side in sides
-        ]
+        rows = [side.row(sides[0], prompts, key, raw=config.raw) for side in sides]
+        for row, side in zip(rows, sides, strict=True):
+            row["roofline"] = self._roofline(side, concurrency)
         sizes = [
             Counter(size for one in side.passes[0].answers for size in one.stats.tree_sizes if size)
             for side in sides
@@ -209,13 +202,9 @@ class Bench:
             return None
         answers = side.passes[0].answers
         lengths = (len(one.prompt_token_ids) + len(one.token_ids) / 2 for one in answers)
-        return bound(
-            side.decoder.engine,
-            bandwidth=self._bandwidth,
-            tau=pooled(answer.stats for answer in answers).tau,
-            num_reqs=min(concurrency, len(answers)),
-            context=sum(lengths) / len(answers),
-        )
+        tau, num_reqs = pooled(one.stats for one in answers).tau, min(concurrency, len(answers))
+        engine, context = side.decoder.engine, sum(lengths) / len(answers)
+        return bound(engine, bandwidth=self._bandwidth, tau=tau, num_reqs=num_reqs, context=context)
 
     def _on_turn(self, title: str) -> OnTurn | None:
         progress = self._progress

@@ -100,52 +100,32 @@ class ClusterBench:
         origin = self._plan.provenance | {"command": command_line()}
         report = new_report("specdec-bench", origin, config.settings | {"num_engines": engines})
         report |= {"bandwidth": self._plan.bandwidth, "rows": []}
-        cells = list(
-            product(
-                zip(config.sets, self._plan.longest, strict=True),
-                config.temperatures,
-                config.concurrencies,
-            )
-        )
+        sets = zip(config.sets, self._plan.longest, strict=True)
+        cells = list(product(sets, config.temperatures, config.concurrencies))
         for number, ((prompts, longest), temperature, concurrency) in enumerate(cells, start=1):
             sampling = config.sampling(temperature)
             sides = self._sides(longest, concurrency, sampling)
             for repeat, side in product(range(config.repeats), sides):
-                title = (
-                    f"{prompts.name} T={temperature:g} c={concurrency}"
-                    f" {side_name(side.drafter, side.k, len(side.drafter))}"
-                )
-                side.passes.append(
-                    self._pass(
-                        side, prompts, sampling, repeat, f"{title} {repeat + 1}/{config.repeats}"
-                    )
-                )
+                name = side_name(side.drafter, side.k, len(side.drafter))
+                title = f"{prompts.name} T={temperature:g} c={concurrency} {name}"
+                title += f" {repeat + 1}/{config.repeats}"
+                side.passes.append(self._pass(side, prompts, sampling, repeat, title))
             key = {"prompt_set": prompts.name, "temperature": temperature}
             key["concurrency"] = concurrency
-            report["rows"] += [
-                key
-                | side.row(sides[0], prompts, raw=config.raw)
-                | {"roofline": None, "tree_step": None}
-                for side in sides
-            ]
+            rows = (side.row(sides[0], prompts, key, raw=config.raw) for side in sides)
+            report["rows"] += rows
             report["complete"] = number == len(cells)
             yield report
 
     def _sides(self, longest: int, concurrency: int, sampling: SamplingParams) -> list[_Side]:
         config = self._config
-        kinds = [(PLAIN, SideKind()), *product(self._plan.drafters, config.kinds)]
-        return [
-            _Side(
-                drafter=drafter,
-                spec=replace(
-                    self._pool.spec,
-                    drafter=drafter,
-                    engine=config.engine(concurrency, longest, kind),
-                    warm_up=sampling if config.warmup else None,
-                ),
-            )
-            for drafter, kind in kinds
-        ]
+        spec = replace(self._pool.spec, warm_up=sampling if config.warmup else None)
+        sides = []
+        for drafter, kind in ((PLAIN, SideKind()), *product(self._plan.drafters, config.kinds)):
+            engine = config.engine(concurrency, longest, kind)
+            own = replace(spec, drafter=drafter, engine=engine)
+            sides.append(_Side(drafter=drafter, spec=own))
+        return sides
 
     def _pass(
         self, side: _Side, prompts: PromptSet, sampling: SamplingParams, repeat: int, title: str
@@ -153,21 +133,15 @@ class ClusterBench:
         raw, rows = self._config.raw, list[Row]()
         for index, item in enumerate(prompts.items):
             first: Any = item.turns[0] if raw else [{"role": "user", "content": item.turns[0]}]
-            own, follow_ups = (
-                replace(sampling, seed=(sampling.seed or 0) + index),
-                () if raw else item.turns[1:],
-            )
+            own = replace(sampling, seed=(sampling.seed or 0) + index)
             parts = json.dumps([prompts.sha256, index, raw, repr(own), asdict(side.spec), repeat])
-            rows.append(
-                Row(hashlib.sha256(parts.encode()).hexdigest()[:32], first, own, follow_ups)
-            )
+            key = hashlib.sha256(parts.encode()).hexdigest()[:32]
+            rows.append(Row(key, first, own, () if raw else item.turns[1:]))
         wrong = []
         missing = [row for row in rows if self._journal.get(row.key) is None]
         item_of = {row.key: item.item_id for row, item in zip(rows, prompts.items, strict=True)}
-        for done, answer in enumerate(
-            self._pool_of(side).answers(missing, self._plan.machine),
-            start=1 + len(rows) - len(missing),
-        ):
+        answers_of = replace(self._pool, spec=side.spec).answers(missing, self._plan.machine)
+        for done, answer in enumerate(answers_of, start=1 + len(rows) - len(missing)):
             if answer.error is None:
                 self._journal.add(answer.key, answer.record | {"k": answer.origin["k"]})
             else:
@@ -179,14 +153,10 @@ class ClusterBench:
         kept = [found for row in rows if (found := self._journal.read(row.key, _kept))]
         side.k = kept[0][2]
         turns_of = [turns for turns, _, _ in kept]
-        results = [
-            turns[n] for n in range(prompts.num_turns) for turns in turns_of if n < len(turns)
-        ]
+        numbers = range(prompts.num_turns)
+        results = [turns[n] for n in numbers for turns in turns_of if n < len(turns)]
         answers = [Answer(one.prompt_token_ids, one.token_ids, one.stats) for one in results]
         return Pass(answers, sum(seconds for _, seconds, _ in kept))
-
-    def _pool_of(self, side: _Side) -> Pool:
-        return replace(self._pool, spec=side.spec)
 
 
 def _kept(record: dict[str, Any]) -> tuple[list[GenerationResult], float, int | str]:

@@ -145,11 +145,9 @@ class DummyBench:
         report = self._new_report(provenance)
         self._progress("vLLM starts" if config.peers else "measuring")
         # A peer starts ranks of its own; of ours the first one alone asks it.
-        peer = (
-            self._start_peer(1 if group is None else group.size)
-            if config.peers and (group is None or group.rank == 0)
-            else None
-        )
+        peer = None
+        if config.peers and (group is None or group.rank == 0):
+            peer = self._start_peer(1 if group is None else group.size)
         report["peer"] = peer.version if peer else None
         try:
             for number, cell in enumerate(config.cells, start=1):
@@ -164,22 +162,10 @@ class DummyBench:
         """The report without rows."""
         config = self._config
         self._bandwidth = measured_bandwidth(self._verifier.device)
-        report = new_report(
-            "specdec-dummy-bench",
-            provenance,
-            {
-                "steps": config.steps,
-                "warm_steps": WARM_STEPS,
-                "repeats": config.repeats,
-                "warmup": config.warmup,
-            }
-            | {
-                "seed": config.seed,
-                "graphs": config.graphs,
-                "quantize": config.quantize,
-                "config": self._entries,
-            },
-        )
+        settings = {"steps": config.steps, "warm_steps": WARM_STEPS}
+        names = ("repeats", "warmup", "seed", "graphs", "quantize")
+        settings |= {name: getattr(config, name) for name in names} | {"config": self._entries}
+        report = new_report("specdec-dummy-bench", provenance, settings)
         return report | {
             "weight_bytes": self._verifier.weight_bytes,
             "bandwidth": self._bandwidth,
@@ -190,29 +176,20 @@ class DummyBench:
 
     def _measure(self, length: int, count: int, peer: VllmSteps | None) -> list[dict[str, Any]]:
         """Rows of one part: prefill, a plain step, and steps that verify drafts."""
-        config = self._config
-        own = OwnSteps(self._verifier, self._rooms[length, count], graphs=config.graphs)
-        steps = config.steps
+        config, room = self._config, self._rooms[length, count]
+        own, steps = OwnSteps(self._verifier, room, graphs=config.graphs), config.steps
         key = {"prompt_tokens": length, "num_reqs": count}
         title = f"{count} x {length:,}"
         prefill = self._sides(f"{title} prefill", key, own.prefill, peer.prefill if peer else None)
-        plain = self._sides(
-            f"{title} plain step",
-            key,
-            partial(own.steps, count=steps),
-            partial(peer.steps, count=steps, warm=WARM_STEPS) if peer else None,
-        )
-        found = [
-            key
-            | {"work": "prefill"}
-            | _row(prefill, "tokens/s", lambda seconds: length * count / seconds),
-            key | {"work": "plain step"} | self._step(plain, own, length, count),
-        ]
+        ours = partial(own.steps, count=steps)
+        theirs = partial(peer.steps, count=steps, warm=WARM_STEPS) if peer else None
+        plain = self._sides(f"{title} plain step", key, ours, theirs)
+        speed = _row(prefill, "tokens/s", lambda seconds: length * count / seconds)
+        found = [key | {"work": "prefill"} | speed]
+        found.append(key | {"work": "plain step"} | self._step(plain, own, length, count))
         own.close()
         for shape in config.shapes:
-            own = OwnSteps(
-                self._verifier, self._rooms[length, count], shape=shape, graphs=config.graphs
-            )
+            own = OwnSteps(self._verifier, room, shape=shape, graphs=config.graphs)
             work = f"verify {shape if shape.is_tree else shape.rows}"
             verify = self._sides(f"{title} {work}", key, partial(own.steps, count=steps), None)
             found.append(key | {"work": work} | self._step(verify, own, length, count))
@@ -226,9 +203,8 @@ class DummyBench:
         ours: list[float] = []
         theirs: list[float] = []
         for repeat in range(-self._config.warmup, self._config.repeats):
-            self._progress(
-                f"{title} " + ("warm-up" if repeat < 0 else f"{repeat + 1}/{self._config.repeats}")
-            )
+            number = "warm-up" if repeat < 0 else f"{repeat + 1}/{self._config.repeats}"
+            self._progress(f"{title} {number}")
             prompts = self._prompts(**key, repeat=repeat)
             for work, seconds in ((own, ours), (peer, theirs)):
                 if work:
@@ -252,12 +228,8 @@ class DummyBench:
         """A row about steps, with what reading memory alone would take."""
         config, engine = self._config, own.engine
         row = _row(seconds, "ms", lambda spent: spent / config.steps * 1e3)
-        moved = step_bytes(
-            engine,
-            k=engine.planner.shapes[-1].drafts,
-            num_reqs=count,
-            context=length + WARM_STEPS + config.steps / 2,
-        )
+        k, context = engine.planner.shapes[-1].drafts, length + WARM_STEPS + config.steps / 2
+        moved = step_bytes(engine, k=k, num_reqs=count, context=context)
         milliseconds = moved / self._bandwidth * 1e3
         share = milliseconds / row["ours"]["median"]
         return row | {
@@ -274,30 +246,26 @@ class DummyBench:
         cache = max(one.num_reqs * (one.max_model_len * per_token + per_request) for one in rooms)
         num_rows = max_rows * max(self._config.concurrencies)
         logits = num_rows * verifier.vocab_size * verifier.dtype.itemsize
-        return VllmSteps(
-            self._entries,
-            verifier.device,
-            verifier.dtype,
-            max_num_seqs=max(room.num_reqs for room in rooms),
-            max_model_len=max(room.max_model_len for room in rooms),
-            spare=2 * cache + LOGITS * logits + SPARE,
-            ranks=ranks,
-            weights=self._weights,
-        )
+        spare = 2 * cache + LOGITS * logits + SPARE
+        return self._peer(verifier.device, verifier.dtype, spare=spare, ranks=ranks)
+
+    def _peer(self, device: torch.device, dtype: torch.dtype, **options: Any) -> VllmSteps:
+        """The peer, with room for all of the sweep."""
+        rooms = self._rooms.values()
+        options["max_num_seqs"] = max(room.num_reqs for room in rooms)
+        options["max_model_len"] = max(room.max_model_len for room in rooms)
+        return VllmSteps(self._entries, device, dtype, weights=self._weights, **options)
 
     def _experts(self) -> dict[str, Any] | None:
         """How many experts rows meet; None in a model without."""
         experts = self._verifier.routed_experts
         if experts is None:
             return None
-        return {
-            "num_experts": experts.num_experts,
-            "top_k": experts.top_k,
-            "met": [
-                {"rows": rows, "expected": experts.expected(rows), "measured": self._met.get(rows)}
-                for rows in self._config.step_rows
-            ],
-        }
+        met = [
+            {"rows": rows, "expected": experts.expected(rows), "measured": self._met.get(rows)}
+            for rows in self._config.step_rows
+        ]
+        return {"num_experts": experts.num_experts, "top_k": experts.top_k, "met": met}
 
 
 LOGITS = 4

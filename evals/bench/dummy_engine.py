@@ -77,10 +77,8 @@ class _FreeDrafts(BoundDrafter):
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """See `BoundDrafter.propose`; a tree is built anew in every step."""
-        token_ids, scores = (
-            table[: batch.num_reqs, : batch.shape.depth]
-            for table in (self._token_ids, self._scores)
-        )
+        part = slice(batch.num_reqs), slice(batch.shape.depth)
+        token_ids, scores = self._token_ids[part], self._scores[part]
         if not batch.shape.is_tree:
             return DraftOutput(token_ids[:, :, 0].contiguous())
         best = best_first(scores, batch.k)
@@ -156,18 +154,15 @@ class OwnSteps:
     ) -> None:
         if drafter is None and shape is not None and shape.drafts:
             drafter = FreeDrafter(shape.depth)
-        self.engine = SpecEngine(
-            verifier,
-            drafter,
-            EngineConfig(
-                max_num_seqs=room.num_reqs,
-                max_model_len=room.max_model_len,
-                num_draft_tokens="auto" if shape is None or shape.is_tree else shape.drafts,
-                tree_nodes=shape.drafts if shape is not None and shape.is_tree else None,
-                graphs=graphs,
-                cache=CacheConfig(memory_bytes=ROOM, prefix_caching=False),
-            ),
+        config = EngineConfig(
+            max_num_seqs=room.num_reqs,
+            max_model_len=room.max_model_len,
+            num_draft_tokens="auto" if shape is None or shape.is_tree else shape.drafts,
+            tree_nodes=shape.drafts if shape is not None and shape.is_tree else None,
+            graphs=graphs,
+            cache=CacheConfig(memory_bytes=ROOM, prefix_caching=False),
         )
+        self.engine = SpecEngine(verifier, drafter, config)
         if survival is not None:
             self.engine.runner.force(survival)
         self.distinct = self.tokens = 0
@@ -195,20 +190,13 @@ class OwnSteps:
         synchronize(self.engine.verifier.device)
         seconds = time.perf_counter() - started
         self.tokens = _num_tokens(requests) - before
-        assert all(request.status is Status.RUNNING for request in requests), (
-            "a request ended while steps were timed"
-        )
+        running = all(request.status is Status.RUNNING for request in requests)
+        assert running, "a request ended while steps were timed"
         self.distinct = len({request.output_token_ids[-1] for request in requests})
         for request in requests:
             self.engine.abort(request)
         self._drain()
         return seconds
-
-    @property
-    def num_captured(self) -> int:
-        """Steps that the engine has captured."""
-        graphs = self.engine.runner.graphs
-        return graphs.num_captured if graphs else 0
 
     def close(self) -> None:
         """Gives the memory back."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from evals.bench import answers
 from evals.certainty import intervals
-from evals.divergence import first_divergence
 from evals.peers.peer import Peer
 from evals.prompt_sets import PromptSet
 from evals.runner import Pass
@@ -42,35 +41,36 @@ class Side:
         """Speed of its passes."""
         return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
 
-    def row(self, plain: Side, prompts: PromptSet, *, raw: bool) -> dict[str, Any]:
+    def row(
+        self, plain: Side, prompts: PromptSet, key: dict[str, Any], *, raw: bool
+    ) -> dict[str, Any]:
         """Figures of the side beside plain decoding; acceptance is that of its first timed pass.
 
         Args:
             plain: the side that ratios refer to.
             prompts, raw: what the passes were asked, see `evals.runner.run_set`.
+            key: what tells the part of the sweep.
         """
         first = self.passes[0].answers
         columns = answers.columns_of(first, prompts.answered(raw=raw))
         tasks = answers.by_task(self.passes, plain.passes, prompts, raw=raw)
         stats = [answer.stats for answer in first]
-        differing = [
-            index
-            for index, (one, other) in enumerate(zip(plain.passes[0].answers, first, strict=True))
-            if first_divergence(one.token_ids, other.token_ids) is not None
-        ]
-        return {
+        pairs = enumerate(zip(plain.passes[0].answers, first, strict=True))
+        differing = [index for index, (one, own) in pairs if one.token_ids != own.token_ids]
+        acceptance = None
+        if not self.peer:
+            acceptance = pooled(stats).to_dict() | {"mean_tau": mean_tau(stats)}
+            acceptance |= intervals(columns, columns["item"])
+            acceptance["by_context"] = answers.by_context(first)
+            acceptance["by_output"] = answers.by_output(first)
+        return key | {
             "drafter": self.drafter,
             "k": self.k,
             "peer": self.peer.version if self.peer else None,
             "num_answers": len(first),
             "speed": self.speed.to_dict(),
             "ratio": self.speed.ratio(plain.speed),
-            "acceptance": None
-            if self.peer
-            else pooled(stats).to_dict()
-            | {"mean_tau": mean_tau(stats)}
-            | intervals(columns, columns["item"])
-            | {"by_context": answers.by_context(first), "by_output": answers.by_output(first)},
+            "acceptance": acceptance,
             "peer_tau": self.peer.tau if self.peer else None,
             "tau_per_answer": [] if self.peer else [one.tau for one in stats],
             "answers": columns,
@@ -81,4 +81,6 @@ class Side:
             "time_split": self.time_split,
             "choice": self.choice,
             "behind_hits": self.hits and answers.behind_hits(self.hits.answers, first),
+            "roofline": None,
+            "tree_step": None,
         }

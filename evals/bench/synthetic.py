@@ -27,6 +27,7 @@ from evals.bench.dummy import DummyBench, DummyConfig, Work, figures_of
 from evals.bench.dummy_engine import PLAIN, WARM_STEPS, OwnSteps
 from evals.peers.vllm import check_drafter
 from evals.peers.vllm_steps import VllmSteps, library_for
+from evals.runner import num_captured
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import write_text
@@ -172,21 +173,17 @@ class SyntheticBench(DummyBench):
         self, length: int, count: int, shape: BlockShape | None, drafter: Drafter
     ) -> dict[str, Any]:
         """Our row of a part; no shape is one that is chosen step by step."""
-        drafts: dict[str, Any] = {"drafter": drafter, "survival": self._survival(count)}
-        own = OwnSteps(
-            self._verifier,
-            self._rooms[length, count],
-            shape=shape,
-            graphs=self._config.graphs,
-            **({} if shape == PLAIN else drafts),
-        )
+        options: dict[str, Any] = {"shape": shape, "graphs": self._config.graphs}
+        if shape != PLAIN:
+            options |= {"drafter": drafter, "survival": self._survival(count)}
+        own = OwnSteps(self._verifier, self._rooms[length, count], **options)
         key = {"prompt_tokens": length, "num_reqs": count}
         work = "plain" if shape == PLAIN else "drafts auto" if shape is None else f"drafts {shape}"
         steps = partial(own.steps, count=self._config.steps)
         for repeat in range(MAX_WARMUP if shape is None else 0):
-            captured = own.num_captured
+            captured = num_captured(own.engine)
             steps(self._prompts(**key, repeat=repeat))
-            if own.num_captured == captured:  # one pass does not meet all shapes
+            if num_captured(own.engine) == captured:  # one pass does not meet all shapes
                 break
         found, tau = self._rates(f"{count} x {length:,} {work}", key, steps, own)
         own.close()
@@ -216,23 +213,14 @@ class SyntheticBench(DummyBench):
             write_checkpoint(folder, self._drafter, tensors, layout=layout, dtype=dtype)
         chains = [one.drafts for one in self._shapes if one is not None and not one.is_tree]
         most = max(chains, default=self._drafter.max_draft_tokens)
-        rooms = self._rooms.values()
-        return VllmSteps(
-            self._entries,
-            device,
-            dtype,
-            max_num_seqs=max(room.num_reqs for room in rooms),
-            max_model_len=max(room.max_model_len for room in rooms),
-            spare=0,
-            weights=self._weights,
-            speculation={
-                "method": "dflash" if self._drafter.head is None else "dspark",
-                "model": str(folder),
-                "num_speculative_tokens": most,
-                "rejection_sample_method": "synthetic",
-                "synthetic_acceptance_rates": [*mean, *[0.0] * most][:most],
-            },
-        )
+        speculation = {
+            "method": "dflash" if self._drafter.head is None else "dspark",
+            "model": str(folder),
+            "num_speculative_tokens": most,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [*mean, *[0.0] * most][:most],
+        }
+        return self._peer(device, dtype, spare=0, speculation=speculation)
 
     def _rates(
         self, title: str, key: dict[str, int], work: Work, side: OwnSteps | VllmSteps

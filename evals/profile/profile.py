@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from evals.report.grid import align
 from evals.report.sides import drafts_name
 from evals.roofline import measured_bandwidth, step_bytes, synchronize
+from evals.runner import num_captured
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.base.writing import check_writable, write_atomically
-from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
@@ -98,19 +98,15 @@ def profile_steps(
     if trace is not None:
         write_atomically(trace, lambda path: window.profiler.export_chrome_trace(str(path)))
     on_device = decoder.verifier.device.type == "cuda"
+    k, context = engine.planner.shapes[-1].drafts, window.context
     return StepProfile(
         num_reqs=len(prompts),
         k=engine.k,
-        context=window.context,
+        context=context,
         step_ms=window.step_ms,
         busy_ms=_busy_us(window.profiler.events()) / steps / 1e3 if on_device else None,
         bandwidth=measured_bandwidth(decoder.verifier.device),
-        step_bytes=step_bytes(
-            engine,
-            k=engine.planner.shapes[-1].drafts,
-            num_reqs=len(prompts),
-            context=window.context,
-        ),
+        step_bytes=step_bytes(engine, k=k, num_reqs=len(prompts), context=context),
         kernels=_kernels(window.profiler.key_averages(), steps, on_device=on_device),
     )
 
@@ -148,12 +144,11 @@ def _measure(
         for _ in range(warmup):
             session.step()
         context = max(request.kv_tokens_bound for request in requests)
-        num_graphs = _num_graphs(engine)
+        captured = num_captured(engine)
         step_ms = [seconds * 1e3 for seconds in _timed_steps(session, steps)]
-        activities = [
-            ProfilerActivity.CPU,
-            *([ProfilerActivity.CUDA] if engine.verifier.device.type == "cuda" else []),
-        ]
+        activities = [ProfilerActivity.CPU]
+        if engine.verifier.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as profiler:
             for _ in range(steps):
                 session.step()
@@ -162,11 +157,7 @@ def _measure(
     finally:
         for handle in handles:
             handle.cancel()
-    return _Window(context, step_ms, profiler, _num_graphs(engine) - num_graphs)
-
-
-def _num_graphs(engine: SpecEngine) -> int:
-    return engine.runner.graphs.num_captured if engine.runner.graphs else 0
+    return _Window(context, step_ms, profiler, num_captured(engine) - captured)
 
 
 def format_profile(result: StepProfile, *, most: int = 25) -> str:
