@@ -117,25 +117,19 @@ def _mt_bench(row: Row) -> Sequence[str]:
     return turns
 
 
+def _math500(row: Row) -> Sequence[str]:
+    return [f"{row['problem']}\nReason step by step and give the final answer in \\boxed{{}}."]
+
+
+def _humaneval(row: Row) -> Sequence[str]:
+    asked = "Complete this Python function; answer with the whole function."
+    return [f"{asked}\n\n```python\n{row['prompt']}```"]
+
+
 _SOURCES = {
     "gsm8k": _Source("openai/gsm8k", "main", "test", lambda row: [row["question"]]),
-    "math500": _Source(
-        "HuggingFaceH4/MATH-500",
-        None,
-        "test",
-        lambda row: [
-            f"{row['problem']}\nReason step by step and give the final answer in \\boxed{{}}."
-        ],
-    ),
-    "humaneval": _Source(
-        "openai/openai_humaneval",
-        None,
-        "test",
-        lambda row: [
-            f"Complete this Python function; answer with the whole"
-            f" function.\n\n```python\n{row['prompt']}```"
-        ],
-    ),
+    "math500": _Source("HuggingFaceH4/MATH-500", None, "test", _math500),
+    "humaneval": _Source("openai/openai_humaneval", None, "test", _humaneval),
     "mbpp": _Source("google-research-datasets/mbpp", "full", "test", _mbpp),
     "mt-bench": _Source("HuggingFaceH4/mt_bench_prompts", None, "train", _mt_bench),
 }
@@ -176,10 +170,8 @@ def load_prompt_set(
         source, rows = "bundled", [(row["id"], row) for row in read_bundled()["problems"]]
     elif name in MANUAL_KINDS:
         source = f"the manual of Python {platform.python_version()}"
-        rows = [
-            (f"{name} {number}", {"prompt": prompt})
-            for number, prompt in enumerate(MANUAL_KINDS[name](), start=1)
-        ]
+        made = enumerate(MANUAL_KINDS[name](), start=1)
+        rows = [(f"{name} {number}", {"prompt": prompt}) for number, prompt in made]
     else:
         source, rows = _SOURCES[name].hub, _hub_rows(name, _SOURCES[name])
     if limit is not None and not 1 <= limit <= len(rows):

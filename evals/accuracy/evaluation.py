@@ -86,18 +86,11 @@ def evaluate(
         sides = {"plain": system.plain(), "speculative": system}
         results, samples = {}, {}
         for name, side in sides.items():
-            journal = Journal(
-                config.folder / f"{name}.jsonl" if config.folder else None,
-                _journal_settings(side, drafter, provenance),
-            )
+            path = config.folder / f"{name}.jsonl" if config.folder else None
+            journal = Journal(path, _journal_settings(side, drafter, provenance))
             side.warm_up()
-            lm = SpecdecLM(
-                system=side,
-                journal=journal,
-                seed=config.seed,
-                title=name,
-                think_end_token=config.think_end_token,
-            )
+            options: Any = {"seed": config.seed, "think_end_token": config.think_end_token}
+            lm = SpecdecLM(system=side, journal=journal, title=name, **options)
             results[name] = _results(lm, tasks, config, name)
             samples[name] = lm.samples
         for name in config.peers:
@@ -105,11 +98,8 @@ def evaluate(
             peer = harness_peer(name, system, config.think_end_token)
             results[name] = _results(peer, tasks, config, name.partition(":")[0])
             del peer
-    report = new_report(
-        "specdec-eval",
-        provenance,
-        config.settings | {"drafter": drafter, "k": system.settings["k"]},
-    )
+    settings = config.settings | {"drafter": drafter, "k": system.settings["k"]}
+    report = new_report("specdec-eval", provenance, settings)
     names = results["plain"]["results"]
     report["tasks"] = [_task(system, task, results, samples) for task in names]
     report["complete"] = True
@@ -158,25 +148,19 @@ def _task(
     speeds = {name: _speed(side) for name, side in own.items()}
     pairs = list(zip(own["plain"], own["speculative"], strict=True))
     metrics = {name: _metrics(side, task) for name, side in results.items()}
-    return {
-        "task": task,
-        "num_samples": len(pairs),
-        **{
-            name: {
-                "metrics": metrics[name],
-                "num_tokens": speeds[name].num_tokens[0],
-                "seconds": speeds[name].seconds[0],
-                "tokens_per_second": speeds[name].median,
-                "acceptance": _acceptance(side) if name == "speculative" else None,
-            }
-            for name, side in own.items()
-        },
-        "ratio": speeds["speculative"].ratio(speeds["plain"]),
-        "peers": {name: {"metrics": one} for name, one in metrics.items() if name not in own},
-        "differences": _differences(
-            system, [(plain, other) for plain, other in pairs if plain.text != other.text]
-        ),
-    }
+    found: dict[str, Any] = {"task": task, "num_samples": len(pairs)}
+    for name, side in own.items():
+        found[name] = {
+            "metrics": metrics[name],
+            "num_tokens": speeds[name].num_tokens[0],
+            "seconds": speeds[name].seconds[0],
+            "tokens_per_second": speeds[name].median,
+            "acceptance": _acceptance(side) if name == "speculative" else None,
+        }
+    found["ratio"] = speeds["speculative"].ratio(speeds["plain"])
+    found["peers"] = {name: {"metrics": one} for name, one in metrics.items() if name not in own}
+    differing = [(plain, other) for plain, other in pairs if plain.text != other.text]
+    return found | {"differences": _differences(system, differing)}
 
 
 def _speed(samples: list[Sample]) -> Speed:

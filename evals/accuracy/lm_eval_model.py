@@ -107,6 +107,9 @@ class SpecdecLM(TemplateLM):
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
         if system is None and decoder is None:
+            engine = EngineConfig(
+                batch_size_of(batch_size), max_length, num_draft_tokens=num_draft_tokens
+            )
             decoder = SpecDecoder.from_pretrained(
                 pinned(pretrained, revision),
                 drafter=drafter,
@@ -115,11 +118,7 @@ class SpecdecLM(TemplateLM):
                 attention=attention,
                 generation_config=generation_config,
                 chat_template_kwargs=variables,
-                engine=EngineConfig(
-                    max_num_seqs=batch_size_of(batch_size),
-                    max_model_len=max_length,
-                    num_draft_tokens=num_draft_tokens,
-                ),
+                engine=engine,
             )
         self.decoder = decoder
         self._system: System = LocalSystem(decoder) if decoder is not None else cast(System, system)
@@ -157,17 +156,13 @@ class SpecdecLM(TemplateLM):
     ) -> list[int]:
         """Token ids; unless told, with special tokens where the text begins with none."""
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(
-                self.tokenizer.decode([self.prefix_token_id])
-            )
+            prefix = self.tokenizer.decode([self.prefix_token_id])
+            add_special_tokens = not string.startswith(prefix)
         try:
             string.encode()
         except UnicodeEncodeError as error:
-            message = (
-                f"a text is not Unicode: character {error.start + 1} is half of a surrogate"
-                f" pair; remove it"
-            )
-            raise InvalidInputError(message) from error
+            what = f"character {error.start + 1} is half of a surrogate pair; remove it"
+            raise InvalidInputError(f"a text is not Unicode: {what}") from error
         ids: list[int] = self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
@@ -175,10 +170,8 @@ class SpecdecLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """A chat as one text; without `add_generation_prompt` its last message goes on."""
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
+        options = {"add_generation_prompt": add_generation_prompt}
+        options["continue_final_message"] = not add_generation_prompt
         return self._system.reader.chat_text(chat_history, options)
 
     def _loglikelihood_tokens(
@@ -200,9 +193,8 @@ class SpecdecLM(TemplateLM):
                     f" {self.max_length}; shorten it or raise max_length"
                 )
             if continuation:  # an empty one is certain
-                sequences.append(
-                    ((context + continuation)[-(self.max_length + 1) :], len(continuation))
-                )
+                tokens = (context + continuation)[-(self.max_length + 1) :]
+                sequences.append((tokens, len(continuation)))
         results: list[tuple[float, bool]] = []
         values = score(self.decoder, sequences)
         for key, _, continuation in requests:
@@ -218,28 +210,20 @@ class SpecdecLM(TemplateLM):
         """Log-probability of whole texts, in windows of `max_length` that score apart."""
         results = []
         for (text,) in [request.args for request in requests]:
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(text),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            scored = self._loglikelihood_tokens(
-                [(None, *make_disjoint_window(window)) for window in windows]
-            )
+            limits = {"max_seq_len": self.max_length, "context_len": 1}
+            tokens = self.tok_encode(text)
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, **limits)
+            parts = [(None, *make_disjoint_window(window)) for window in windows]
+            scored = self._loglikelihood_tokens(parts)
             results.append(sum(log_probability for log_probability, _ in scored))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), results[-1])
         return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers up to a stop string; all requests are queued at once and batched continuously."""
-        samplings = [
-            self._sampling(request.args[1], self._seed + index)
-            for index, request in enumerate(requests)
-        ]
-        keys = [
-            key_of(request, sampling) for request, sampling in zip(requests, samplings, strict=True)
-        ]
+        numbered = enumerate(requests, start=self._seed)
+        samplings = [self._sampling(request.args[1], seed) for seed, request in numbered]
+        keys = [key_of(*pair) for pair in zip(requests, samplings, strict=True)]
         done: dict[int, Sample] = {}
         for index, key in enumerate(keys):
             found = self._journal.read(key, partial(sample_of, requests[index], samplings[index]))
@@ -252,9 +236,8 @@ class SpecdecLM(TemplateLM):
         for answer in self._system.answers(prompts, [samplings[index] for index in missing]):
             index, result = missing[answer.number], answer.result
             if result.error is not None:
-                wrong.append(
-                    f"{requests[index].task_name}, sample {requests[index].doc_id}: {result.error}"
-                )
+                sample = f"{requests[index].task_name}, sample {requests[index].doc_id}"
+                wrong.append(f"{sample}: {result.error}")
                 continue
             record = record_of(answer)
             self._journal.add(keys[index], record)
@@ -312,20 +295,11 @@ class SpecdecLM(TemplateLM):
         ends = values.pop("stop_token_ids", ())
         # these never show in the text
         special = [stop for stop in stops if stop in self.tokenizer.all_special_tokens]
-        return SamplingParams(
-            max_tokens=max_tokens,
-            seed=seed,
-            # Those of a task stand in thinking as well, and end the answer alone: `_answer`.
-            stop=tuple(one for one in stops if one and one not in special)
-            if self._think_end is None
-            else (),
-            stop_token_ids=(
-                self.eot_token_id,
-                *self.tokenizer.convert_tokens_to_ids(special),
-                *ends,
-            ),
-            **values,
-        )
+        ends = (self.eot_token_id, *self.tokenizer.convert_tokens_to_ids(special), *ends)
+        texts = tuple(one for one in stops if one and one not in special)
+        if self._think_end is not None:
+            texts = ()  # those of a task stand in thinking as well, and end the answer: `_answer`
+        return SamplingParams(max_tokens, seed=seed, stop=texts, stop_token_ids=ends, **values)
 
 
 if __name__ == "__main__":

@@ -97,11 +97,8 @@ def latency(passes: Sequence[Pass]) -> dict[str, Any] | None:
     if not known:
         return None
     speeds = [len(answer.token_ids) / one.last for answer, one in known]
-    later = [
-        1e3 * (one.last - one.first) / (len(answer.token_ids) - 1)
-        for answer, one in known
-        if len(answer.token_ids) > 1
-    ]
+    times = [(one.last - one.first, len(answer.token_ids) - 1) for answer, one in known]
+    later = [1e3 * seconds / tokens for seconds, tokens in times if tokens > 0]
     first = [1e3 * one.first for _, one in known]
 
     def of(values: Sequence[float], worst: float) -> dict[str, float] | None:
@@ -120,16 +117,15 @@ def latency(passes: Sequence[Pass]) -> dict[str, Any] | None:
 def behind_hits(hits: Sequence[Answer], cold: Sequence[Answer]) -> dict[str, Any]:
     """Answers to prompts in the prefix cache, beside those to the same prompts that were not."""
     stats = [one.stats for one in hits]
-    pairs = zip(hits, cold, strict=True)
+    pairs = enumerate(zip(hits, cold, strict=True))
+    differing = [index for index, (one, own) in pairs if one.token_ids != own.token_ids]
     return {
         "num_prompt_tokens": sum(len(one.prompt_token_ids) for one in hits),
         "num_cached_tokens": sum(one.num_cached_tokens for one in hits),
         "tau": pooled(stats).tau,
         "mean_tau": mean_tau(stats),
         "by_context": by_context(hits),
-        "differing_answers": [
-            index for index, (one, other) in enumerate(pairs) if one.token_ids != other.token_ids
-        ],
+        "differing_answers": differing,
     }
 
 

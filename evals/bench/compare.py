@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from textwrap import wrap
@@ -57,16 +57,17 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures for a JSON report."""
+        parted = None
+        if self.divergences is not None:
+            parted = [asdict(one) for one in self.divergences]
         return {
             "sampling": asdict(self.sampling),
             "plain": self.plain.to_dict(),
             "speculative": self.speculative.to_dict(),
             "ratio": self.speculative.ratio(self.plain),
             "acceptance": pooled(self.stats).to_dict() | {"mean_tau": mean_tau(self.stats)},
-            "identical": None if self.divergences is None else not self.divergences,
-            "divergences": None
-            if self.divergences is None
-            else [asdict(one) for one in self.divergences],
+            "identical": None if parted is None else not parted,
+            "divergences": parted,
         }
 
 
@@ -112,16 +113,12 @@ def compare(
             seconds[name].append(time.perf_counter() - started)
             runs[name].append(results)
 
-    same_tokens = sampling.temperature == 0 or decoder.engine.config.draft_sampling == "greedy"
-    return Comparison(
-        sampling=sampling,
-        plain=_speed(runs["plain"], seconds["plain"]),
-        speculative=_speed(runs["speculative"], seconds["speculative"]),
-        stats=[result.stats for result in runs["speculative"][0]],
-        divergences=_divergences(decoder, runs["plain"], runs["speculative"])
-        if same_tokens
-        else None,
-    )
+    divergences = None
+    if sampling.temperature == 0 or decoder.engine.config.draft_sampling == "greedy":
+        divergences = _divergences(decoder, runs["plain"], runs["speculative"])
+    plain, speculative = (_speed(runs[name], seconds[name]) for name in sides)
+    stats = [result.stats for result in runs["speculative"][0]]
+    return Comparison(sampling, plain, speculative, stats, divergences)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -158,9 +155,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_provenance(decoder, args) | comparison.to_dict(), indent=2))
     else:
-        print(
-            format_comparison(comparison, decoder, drafter=drafter_name(args.drafter, args.model))
-        )
+        drafter = drafter_name(args.drafter, args.model)
+        print(format_comparison(comparison, decoder, drafter=drafter))
     return 0
 
 
@@ -172,19 +168,15 @@ def _how_long(seconds: Mapping[str, float]) -> str:
     """
     last = list(seconds.values())[-1]
     factor = seconds["plain"] / last if len(seconds) > 1 and last > 0 else 1.0
-    return f"{last:.1f} seconds" + (
-        f", {factor:.1f} times as fast as plain decoding" if factor >= 1.05 else ""
-    )
+    faster = f", {factor:.1f} times as fast as plain decoding" if factor >= 1.05 else ""
+    return f"{last:.1f} seconds{faster}"
 
 
 def format_comparison(comparison: Comparison, decoder: SpecDecoder, *, drafter: str) -> str:
     """The report as text, at most 80 columns wide apart from names."""
     verifier, sampling, stats = decoder.verifier, comparison.sampling, pooled(comparison.stats)
-    how = (
-        "greedy"
-        if sampling.temperature == 0
-        else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
-    )
+    how = f"temperature {sampling.temperature:g}, seed {sampling.seed}"
+    how = "greedy" if sampling.temperature == 0 else how
     lines = [
         f"model {verifier.name} on {verifier.device}, {dtype_name(verifier.dtype)};"
         f" {describe_drafts(decoder, drafter)}",
@@ -196,10 +188,8 @@ def format_comparison(comparison: Comparison, decoder: SpecDecoder, *, drafter: 
         f"  {'tau':<13}{stats.tau:>9.2f}   tokens per step of the target (plain decoding: 1)",
     ]
     if len(comparison.stats) > 1:
-        lines.append(
-            f"  {'':<13}{mean_tau(comparison.stats):>9.2f}   mean over the prompts; above, over all"
-            f" steps"
-        )
+        mean = f"  {'':<13}{mean_tau(comparison.stats):>9.2f}"
+        lines.append(f"{mean}   mean over the prompts; above, over all steps")
     lines += ["", *_output_lines(comparison, decoder)]
     if stats.num_steps:
         lines += ["", "  tokens put out per verify step"]
@@ -224,10 +214,7 @@ def _speed(runs: list[list[GenerationResult]], seconds: list[float]) -> Speed:
                 raise InvalidInputError(
                     f"prompt {index + 1} failed, so there is nothing to compare: {result.error}"
                 )
-    return Speed(
-        num_tokens=[sum(len(result.token_ids) for result in results) for results in runs],
-        seconds=seconds,
-    )
+    return Speed([sum(len(one.token_ids) for one in results) for results in runs], seconds)
 
 
 def _divergences(
@@ -272,14 +259,11 @@ def _output_lines(comparison: Comparison, decoder: SpecDecoder) -> list[str]:
     lines = [f"  {'output':<13}differs for {len(comparison.divergences)} of {all_of}"]
     dtype = dtype_name(decoder.verifier.dtype)
     for one in comparison.divergences:
-        plain, speculative = (
-            _token(decoder, token_id) for token_id in (one.plain_token_id, one.speculative_token_id)
-        )
-        apart = (
-            f"{one.margin:.4g} apart, where {dtype} resolves {one.resolution:.4g}"
-            if one.margin
-            else "equal"
-        )
+        plain = _token(decoder, one.plain_token_id)
+        speculative = _token(decoder, one.speculative_token_id)
+        apart = "equal"
+        if one.margin:
+            apart = f"{one.margin:.4g} apart, where {dtype} resolves {one.resolution:.4g}"
         lines += [
             f"    prompt {one.index + 1}, output token {one.position + 1}: plain {plain},"
             f" speculative {speculative}",
@@ -298,12 +282,8 @@ def _histogram(counts: list[int], num_steps: int) -> list[str]:
 
 def _offered(stats: AcceptanceStats) -> list[str]:
     """In how many steps each number of drafts was offered, and whether they formed a tree."""
-    return wrap(
-        "drafts offered: " + steps_of_shapes(stats.steps_by_shape),
-        80,
-        initial_indent="  ",
-        subsequent_indent="    ",
-    )
+    text = "drafts offered: " + steps_of_shapes(stats.steps_by_shape)
+    return wrap(text, 80, initial_indent="  ", subsequent_indent="    ")
 
 
 def _rates(stats: AcceptanceStats) -> list[str]:
@@ -311,10 +291,7 @@ def _rates(stats: AcceptanceStats) -> list[str]:
     shown = [steps for steps in stats.num_offered if steps >= MIN_STEPS]
     title = "  drafts accepted, by position, and the steps that offered one there"
     lines = ["", title] if shown else []
-    for position, (steps, rate) in enumerate(
-        zip(shown, stats.acceptance_rate, strict=False), start=1
-    ):
-        lines.append(f"  {position:>4}  {_bar(rate)}{100 * rate:>7.1f}%{steps:>9,}")
+    lines += _bars(zip(stats.acceptance_rate, shown, strict=False))
     if len(shown) < len(stats.num_offered):
         lines.append(
             f"  (from position {len(shown) + 1} on, fewer than {MIN_STEPS} steps offered a draft)"
@@ -324,16 +301,16 @@ def _rates(stats: AcceptanceStats) -> list[str]:
 
 def _ranks(stats: AcceptanceStats) -> list[str]:
     """What the accepted drafts of trees were among the candidates of their positions."""
-    lines = (
-        ["", "  accepted drafts of trees, by rank among the candidates of their position"]
-        if stats.num_by_rank
-        else []
-    )
-    for rank, (count, share) in enumerate(
-        zip(stats.num_by_rank, stats.share_by_rank, strict=True), start=1
-    ):
-        lines.append(f"  {rank:>4}  {_bar(share)}{100 * share:>7.1f}%{count:>9,}")
-    return lines
+    if not stats.num_by_rank:
+        return []
+    title = "  accepted drafts of trees, by rank among the candidates of their position"
+    return ["", title, *_bars(zip(stats.share_by_rank, stats.num_by_rank, strict=True))]
+
+
+def _bars(counted: Iterable[tuple[float, int]]) -> Iterator[str]:
+    """A line for each share, from 1, with its count."""
+    for place, (share, count) in enumerate(counted, start=1):
+        yield f"  {place:>4}  {_bar(share)}{100 * share:>7.1f}%{count:>9,}"
 
 
 def _bar(fraction: float) -> str:

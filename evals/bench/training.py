@@ -26,6 +26,7 @@ from drafters.training.shape import dflash_drafter, new_config, with_options
 from drafters.training.target import Target
 from drafters.training.trainer import Trainer
 from evals.bench.shapes import config_file
+from evals.report.grid import cell
 from specdec.base.errors import InvalidInputError
 from specdec.cli.options import say_gpu
 from specdec.device.device import resolve_device, resolve_dtype
@@ -59,21 +60,13 @@ class Figures:
 
     def row(self, peak: float | None) -> tuple[str, ...]:
         """A row of the table, under `COLUMNS`."""
-        seconds, rate = self.step / 1e3, self.flop / self.step / 1e9
-        return (
-            f"{self.batch_size}",
-            f"{self.anchors}",
-            f"{self.target:,.1f}",
-            f"{self.step - self.target - self.optimizer:,.1f}",
-            f"{self.optimizer:,.1f}",
-            f"{self.step:,.1f}",
-            f"{self.batch_size * self.anchors / seconds:,.0f}",
-            f"{self.batch_size / seconds:,.1f}",
-            f"{rate:,.3g}",
-            "" if peak is None else f"{rate / peak:.1%}",
-            "" if self.memory is None else f"{self.memory / 1e9:,.1f}",
-            f"{self.loss:.5f}",
-        )
+        rate, samples = self.flop / self.step / 1e9, self.batch_size / self.step * 1e3
+        drafter = self.step - self.target - self.optimizer
+        times = (self.target, drafter, self.optimizer, self.step)
+        speeds = f"{samples * self.anchors:,.0f}", f"{samples:,.1f}", f"{rate:,.3g}"
+        share = cell(peak and rate / peak, ".1%"), cell(self.memory and self.memory / 1e9, ",.1f")
+        sizes = str(self.batch_size), str(self.anchors)
+        return *sizes, *(f"{one:,.1f}" for one in times), *speeds, *share, f"{self.loss:.5f}"
 
 
 COLUMNS = (
@@ -159,13 +152,9 @@ def on_cards(name: str, config: TrainConfig, cards: int) -> Iterator[str]:
     yield _line(titles, widths)
     for bits, shard in product((16, 8), (False, True)):
         stored = None if bits == 16 else {"quant_method": "fp8"}
-        memory = memory_of(
-            drafter,
-            replace(config, shard=shard),
-            target_bytes=weight_bytes(shape, stored, torch.bfloat16),
-            length=config.max_length,
-            world=cards,
-        )
+        size, own = weight_bytes(shape, stored, torch.bfloat16), replace(config, shard=shard)
+        length = config.max_length
+        memory = memory_of(drafter, own, target_bytes=size, length=length, world=cards)
         figures = [f"{size / 1e9:.1f}" for size in (*astuple(memory), memory.total)]
         yield _line((str(bits), "yes" if shard else "no", *figures), widths)
 

@@ -52,15 +52,11 @@ class RecordingDrafter(BoundDrafter):
             return
         tree = draft.tree
         count = draft.token_ids.shape[1] if draft.num_drafts is None else int(draft.num_drafts[0])
-        self.steps.append(
-            {
-                "tokens": [int(batch.anchors[0]), *draft.token_ids[0, :count].tolist()],
-                "parents": tree.parents[0, :count].tolist(),
-                "ranks": tree.ranks[0, :count].tolist(),
-                "accepted": accept.path[0, 1 : 1 + int(accept.num_accepted[0])].tolist(),
-                "next_token": int(accept.next_anchors[0]),
-            }
-        )
+        step = {"tokens": [int(batch.anchors[0]), *draft.token_ids[0, :count].tolist()]}
+        step["parents"] = tree.parents[0, :count].tolist()
+        step["ranks"] = tree.ranks[0, :count].tolist()
+        step["accepted"] = accept.path[0, 1 : 1 + int(accept.num_accepted[0])].tolist()
+        self.steps.append(step | {"next_token": int(accept.next_anchors[0])})
 
 
 def tree_step(
@@ -85,12 +81,10 @@ def tree_step(
     first = prompts.items[0]
     question = replace(prompts, items=(replace(first, turns=first.turns[:1]),))
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, MAX_TOKENS))
+    longest = max_total_tokens(base, question, sampling.max_tokens, raw=raw)
     engine = EngineConfig(
         max_num_seqs=1,
-        max_model_len=min(
-            max_total_tokens(base, question, sampling.max_tokens, raw=raw),
-            base.verifier.max_model_len,
-        ),
+        max_model_len=min(longest, base.verifier.max_model_len),
         num_draft_tokens=None,
         tree_nodes=num_nodes,
         graphs=False,
@@ -106,15 +100,10 @@ def tree_step(
     if not any(step["parents"] for step in steps):
         return None
     branches = [any(step["ranks"][row - 1] for row in step["accepted"]) for step in steps]
-    chosen = max(
-        range(len(steps)),
-        key=lambda n: (branches[n], len(steps[n]["accepted"]), len(steps[n]["parents"])),
-    )
-    return {
-        "prompt": first.item_id,
-        "step": chosen + 1,
-        "num_steps": len(steps),
-        **steps[chosen],
-        "tokens": [base.tokenizer.decode([token_id]) for token_id in steps[chosen]["tokens"]],
-        "next_token": base.tokenizer.decode([steps[chosen]["next_token"]]),
-    }
+    lengths = [(len(step["accepted"]), len(step["parents"])) for step in steps]
+    chosen = max(range(len(steps)), key=lambda n: (branches[n], *lengths[n]))
+    found = steps[chosen]
+    tokens = [base.tokenizer.decode([token_id]) for token_id in found["tokens"]]
+    next_token = base.tokenizer.decode([found["next_token"]])
+    where = {"prompt": first.item_id, "step": chosen + 1, "num_steps": len(steps)}
+    return where | found | {"tokens": tokens, "next_token": next_token}

@@ -33,16 +33,13 @@ class TransformersPeer:
         self.name = name
         self.max_concurrency = 1 if lookup else None
         path: Path | str = checkpoint_folder(verifier.name) or verifier.name
-        self._model: Any = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=verifier.dtype)
-            .to(verifier.device)
-            .eval()
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=verifier.dtype)
+        self._model = model.to(verifier.device).eval()
         self._model.generation_config = GenerationConfig()  # it is told all that holds
         self._eos = list(verifier.eos_token_ids)
-        self._options: dict[str, Any] = (
-            {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
-        )
+        self._options: dict[str, Any] = {"do_sample": False, "pad_token_id": self._eos[0]}
+        if lookup:
+            self._options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
 
     @torch.inference_mode()
     def generate(
@@ -68,18 +65,14 @@ class TransformersPeer:
                 ids,
                 attention_mask=mask,
                 max_new_tokens=max(sampling.max_tokens for _, sampling in group),
-                do_sample=False,
                 repetition_penalty=penalty,
                 min_new_tokens=least,
                 eos_token_id=self._eos,
-                pad_token_id=self._eos[0],
                 **self._options,
             )
             new = result[:, ids.shape[1] :].tolist()
-            outputs += [
-                self._cut(tokens, sampling.max_tokens)
-                for tokens, (_, sampling) in zip(new, group, strict=True)
-            ]
+            lengths = [sampling.max_tokens for _, sampling in group]
+            outputs += [self._cut(*pair) for pair in zip(new, lengths, strict=True)]
         return outputs
 
     def _cut(self, tokens: list[int], most: int) -> list[int]:

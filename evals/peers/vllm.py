@@ -102,24 +102,20 @@ class VllmPeer:
             self._start(max(concurrency, CONCURRENCY))
         engine = self._engine.llm_engine
         numbers = iter(range(len(prompts)))
-        steps, accepted = self._draft_counts()
+        before = self._draft_counts()
         places: dict[str, int] = {}
         answers: dict[int, list[int]] = {}
         while len(answers) < len(prompts):
             for place in islice(numbers, concurrency - len(places)):
                 request_id = str(next(self._request_ids))
                 places[request_id] = place
-                engine.add_request(
-                    request_id,
-                    self._library.inputs.tokens_input(prompts[place]),
-                    self._params(samplings[place]),
-                )
+                tokens = self._library.inputs.tokens_input(prompts[place])
+                engine.add_request(request_id, tokens, self._params(samplings[place]))
             for output in engine.step():
                 if output.finished:
                     answers[places.pop(output.request_id)] = list(output.outputs[0].token_ids)
-        steps, accepted = (
-            now - then for now, then in zip(self._draft_counts(), (steps, accepted), strict=True)
-        )
+        pairs = zip(self._draft_counts(), before, strict=True)
+        steps, accepted = (now - then for now, then in pairs)
         self.tau = 1 + accepted / steps if steps else None
         return [answers[place] for place in range(len(prompts))]
 
@@ -127,21 +123,16 @@ class VllmPeer:
         """Steps with drafts of all requests so far, and drafts accepted in them, or 0."""
         metrics = self._engine.get_metrics() if self._options else []
         counts = {metric.name: metric.value for metric in metrics if hasattr(metric, "value")}
-        steps, accepted = (
-            counts.get(f"vllm:spec_decode_num_{name}", 0.0)
-            for name in ("drafts", "accepted_tokens")
-        )
-        return steps, accepted
+        start = "vllm:spec_decode_num_"
+        return counts.get(f"{start}drafts", 0.0), counts.get(f"{start}accepted_tokens", 0.0)
 
     def _params(self, sampling: SamplingParams) -> Any:
         library = self._library
+        ends = () if sampling.ignore_eos else self._verifier.eos_token_ids
         return library.SamplingParams(
             temperature=0.0,
             max_tokens=sampling.max_tokens,
-            stop_token_ids=[
-                *(() if sampling.ignore_eos else self._verifier.eos_token_ids),
-                *sampling.stop_token_ids,
-            ],
+            stop_token_ids=[*ends, *sampling.stop_token_ids],
             ignore_eos=sampling.ignore_eos,
             repetition_penalty=sampling.repetition_penalty or 1.0,
             min_tokens=sampling.min_tokens or 0,
@@ -198,6 +189,7 @@ def check_drafter(peer: str, config: DFlashConfig, verifier: Verifier, version: 
     scale = config.input_embedding_scale
     scale = verifier.embedding_scale if scale is None else scale
     knows = Version(version) >= KNOWS_HEADS and config.algorithm == "dspark"
+    knows = knows and getattr(config.head, "kind", None) == "vanilla"
     unknown = {
         "a sliding window": any(config.windows),
         "causal layers": any(config.causal),
@@ -205,8 +197,7 @@ def check_drafter(peer: str, config: DFlashConfig, verifier: Verifier, version: 
         f"an embedding scale of {scale:g}": scale != 1,
         f"an output multiplier of {config.output_multiplier:g}": config.output_multiplier != 1,
         "a softcap": config.final_logit_softcapping is not None,
-        "a head": config.head is not None
-        and not (knows and getattr(config.head, "kind", None) == "vanilla"),
+        "a head": config.head is not None and not knows,
     }
     if found := [name for name, there in unknown.items() if there]:
         raise InvalidInputError(
