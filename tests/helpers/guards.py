@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,23 +38,37 @@ class HostSyncError(AssertionError):
     """Raised by the guard."""
 
 
-class _NoSyncOps(TorchDispatchMode):
+class OperationMode(TorchDispatchMode):
+    """Sees every operation, without the detour by which torch keeps its compiler away from those
+    that do: it takes longer than most operations of a tiny model.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _NoSyncOps(OperationMode):
     """Refuses operations whose result the host needs, also when they hide in an index or in C++."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        masks = [
-            a
-            for arg in args[1:]
-            if isinstance(arg, list | tuple)
-            for a in arg
-            if isinstance(a, torch.Tensor)
-        ]
-        if name in _SYNCING_OPS or (
-            name.startswith("index") and any(m.dtype == torch.bool for m in masks)
-        ):
-            raise HostSyncError(f"{name} makes the host wait")
+        waits, indexes = _traits(func)
+        if waits or (indexes and any(map(_holds_mask, args[1:]))):
+            raise HostSyncError(f"{func.overloadpacket.__name__} makes the host wait")
         return func(*args, **(kwargs or {}))
+
+
+@cache
+def _traits(func: Any) -> tuple[bool, bool]:
+    """Whether an operation always makes the host wait, and whether a mask has it do so."""
+    name = func.overloadpacket.__name__
+    return name in _SYNCING_OPS, name.startswith("index")
+
+
+def _holds_mask(arg: Any) -> bool:
+    return isinstance(arg, list | tuple) and any(
+        isinstance(a, torch.Tensor) and a.dtype == torch.bool for a in arg
+    )
 
 
 @contextmanager

@@ -7,16 +7,15 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.helpers.guards import no_host_sync
+from tests.helpers.guards import OperationMode, no_host_sync
 
 Tape = list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]]
 """Operation, arguments, and the tensors it made, with their places among its outputs."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperationMode):
     """Captures by recording operations; every launch is under the guard against waiting.
 
     Attributes:
@@ -32,7 +31,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = {
             x.untyped_storage().data_ptr()
-            for x in tree_leaves((args, kwargs))
+            for x in _leaves((*args, *kwargs.values()))
             if isinstance(x, Tensor)
         }
         outputs = func(*args, **kwargs)
@@ -40,10 +39,11 @@ class Recorder(TorchDispatchMode):
         # input.
         fresh = [
             (index, x)
-            for index, x in enumerate(tree_leaves(outputs))
+            for index, x in enumerate(_leaves(outputs))
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in inputs
         ]
-        self._tape.append((func, args, kwargs, fresh))
+        if fresh or not func.is_view:
+            self._tape.append((func, args, kwargs, fresh))
         return outputs
 
     def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
@@ -57,11 +57,20 @@ class Recorder(TorchDispatchMode):
         def replay() -> None:
             self.num_replays += 1
             for func, args, kwargs, fresh in tape:
-                results = tree_leaves(func(*args, **kwargs))
+                results = _leaves(func(*args, **kwargs))
                 for index, recorded in fresh:
                     recorded.copy_(results[index])
 
         return replay
+
+
+def _leaves(values: Any) -> Any:
+    """What is in them, however deep: one tensor, or those of a flat sequence, at once."""
+    if isinstance(values, Tensor):
+        return (values,)
+    if isinstance(values, tuple) and not any(isinstance(x, list | tuple | dict) for x in values):
+        return values
+    return tree_leaves(values)
 
 
 def refuse(*args: Any) -> Any:
