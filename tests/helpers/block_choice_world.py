@@ -61,6 +61,10 @@ class World:
         """Undisturbed time of a step."""
         return self.time(num_reqs, shape.drafts)
 
+    def texts(self, step: int) -> tuple[float, ...]:
+        """What expected tokens depend on beside the shape."""
+        return tuple(self.rate(position, step) for position in range(MOST))
+
     def tokens(self, shape: BlockShape, step: int) -> float:
         """Expected tokens of each request."""
         alive, tokens = 1.0, 1.0
@@ -72,7 +76,10 @@ class World:
     def path(self, shape: BlockShape, step: int, mood: float, rng: random.Random) -> Path:
         """What a request accepts."""
         kept = 0
-        while kept < shape.drafts and rng.random() < in_mood(self.rate(kept, step), mood):
+        while kept < shape.drafts:
+            rate = self.rate(kept, step)
+            if rng.random() >= rate + mood * min(rate, 1 - rate):
+                break
             kept += 1
         return Path(range(1, kept + 1), [0] * kept)
 
@@ -98,6 +105,10 @@ class TreeWorld:
         """Undisturbed time of a step."""
         return self.time(num_reqs, shape)
 
+    def texts(self, step: int) -> tuple[float, ...]:
+        """See `World.texts`."""
+        return self.ranks
+
     def tokens(self, shape: BlockShape, step: int) -> float:
         """Expected tokens of each request."""
         if shape.is_tree:
@@ -106,28 +117,33 @@ class TreeWorld:
 
     def path(self, shape: BlockShape, step: int, mood: float, rng: random.Random) -> Path:
         """What a request accepts."""
+        first, *others = self.ranks
+        rates = (first + mood * min(first, 1 - first), *others)
+        children = _children(self.ranks, shape) if shape.is_tree else _chain(shape.drafts)
         rows: list[int] = []
         ranks: list[int] = []
-        while (rank := self._right(mood, rng)) is not None:
-            parent = rows[-1] if rows else 0
-            if shape.is_tree:
-                row = _children(self.ranks, shape).get((parent, rank))
-            else:
-                row = parent + 1 if rank == 0 and parent < shape.drafts else None
-            if row is None:
-                break
+        row = 0
+        while (rank := _right(rates, rng)) is not None and (row, rank) in children:
+            row = children[row, rank]
             rows.append(row)
             ranks.append(rank)
         return Path(rows, ranks)
 
-    def _right(self, mood: float, rng: random.Random) -> int | None:
-        """The candidate that is right, if any is."""
-        left = rng.random()
-        for rank, rate in enumerate(self.ranks):
-            left -= in_mood(rate, mood) if rank == 0 else rate
-            if left < 0:
-                return rank
-        return None
+
+def _right(rates: tuple[float, ...], rng: random.Random) -> int | None:
+    """The candidate that is right, if any is."""
+    left = rng.random()
+    for rank, rate in enumerate(rates):
+        left -= rate
+        if left < 0:
+            return rank
+    return None
+
+
+@cache
+def _chain(drafts: int) -> dict[tuple[int, int], int]:
+    """As `_children`: the likeliest alone, one behind the other."""
+    return {(row, 0): row + 1 for row in range(drafts)}
 
 
 @cache
@@ -139,11 +155,6 @@ def _best_tree(ranks: tuple[float, ...], shape: BlockShape) -> list[Node]:
 def _children(ranks: tuple[float, ...], shape: BlockShape) -> dict[tuple[int, int], int]:
     """Rows by that of their parent and their rank."""
     return {(node.parent, node.path[-1]): node.row for node in _best_tree(ranks, shape)}
-
-
-def in_mood(rate: float, mood: float) -> float:
-    """A rate of acceptance that is off by that much."""
-    return min(1.0, max(0.0, rate + mood * min(rate, 1 - rate)))
 
 
 def pace(world: World | TreeWorld, shape: BlockShape, step: int = 0) -> float:
@@ -199,6 +210,7 @@ def decode(
     unread: tuple[int, BlockShape, list[Path], float] | None = None
     took = least = 0.0
     moods: list[float] = []
+    known: dict[tuple[int, tuple[float, ...]], tuple[dict[BlockShape, float], float, float]] = {}
     for step in range(steps):
         num_reqs = world.num_reqs(step)
         if step % 100 == 0 or len(moods) < num_reqs:
@@ -215,10 +227,13 @@ def decode(
         if rng.random() < 1 / 30:
             seconds *= 1 + 4 * rng.random()
         unread = num_reqs, shape, paths, seconds / 1000
-        plain = pace(world, choice.arms[0], step)
-        told.append((took, undisturbed - plain * world.tokens(shape, step)))
+        if (texts := (num_reqs, world.texts(step))) not in known:
+            paces = [pace(world, other, step) for other in choice.arms]
+            tokens = {other: world.tokens(other, step) for other in choice.arms}
+            known[texts] = tokens, paces[0], min(paces)
+        tokens, plain, best = known[texts]
+        told.append((took, undisturbed - plain * tokens[shape]))
         took += undisturbed  # neither a disturbance nor luck with the drafts is the choice's doing
-        best = min(pace(world, other, step) for other in choice.arms)
-        least += best * world.tokens(shape, step)
+        least += best * tokens[shape]
         chosen.append(shape)
     return Outcome(chosen, 1 - least / took, told)
