@@ -78,8 +78,8 @@ def _hasten() -> None:
 
     It makes Triton's language its own at every launch and at every call in a kernel: here once per
     module, for good. It computes whether integers overflow, which it looks at in its debug mode
-    alone. And it works out the same types of NumPy, of blocks and of tensors at every operation:
-    here once each.
+    alone. And it works out the same types of NumPy, of blocks and of tensors at every operation,
+    and the same operands: here once each.
     """
     interpreter: Any = import_module("triton.runtime.interpreter")
     if not all(
@@ -99,7 +99,23 @@ def _hasten() -> None:
     interpreter._patch_lang = adapt_once
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_attr = _call_directly
     _remember_types(interpreter)
+    _remember_operands(interpreter.interpreter_semantic)
+
+
+def _call_directly(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """A function of the language with the interpreter's meaning, past the wrapper that only asks
+    whether there is one.
+    """
+    semantic = import_module("triton.runtime.interpreter").interpreter_semantic
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **named: Any) -> Any:
+        named["_semantic"] = semantic
+        return function(*args, **named)
+
+    scope.set_attr(place, name, call)
 
 
 def _remember_types(interpreter: Any) -> None:
@@ -117,6 +133,7 @@ def _remember_types(interpreter: Any) -> None:
     )
     numpy_types: dict[int, tuple[Any, Any]] = {}
     types: dict[tuple[int, tuple[Any, ...]], dict[str, Any]] = {}
+    shapes: dict[tuple[Any, ...], Any] = {}
     sizes: dict[int, tuple[Any, Any, Any]] = {}
 
     def numpy_type_once(kind: Any) -> Any:
@@ -129,7 +146,8 @@ def _remember_types(interpreter: Any) -> None:
         key = id(element_ty), tuple(shape)
         if (known := types.get(key)) is None:
             make_type(self, element_ty, shape)
-            known = types[key] = dict(vars(self))
+            shape = shapes.setdefault(key[1], self.shape)
+            known = types[key] = vars(self) | {"shape": shape}
         self.__dict__.update(known)
 
     def make_tensor_once(self: Any, handle: Any, type: Any) -> None:
@@ -149,6 +167,55 @@ def _remember_types(interpreter: Any) -> None:
         make_type_once,
         make_tensor_once,
     )
+
+
+def _remember_operands(semantic: Any) -> None:
+    """Operands of the same shape and type stay as they are, as do a pointer and how far it moves;
+    and a number beside a tensor of its kind becomes the same block each time.
+    """
+    core = import_module("triton.language.core")
+    kinds = core.float32, core.float64, core.int1, core.uint8, core.int32, core.uint32, core.int64
+    kept = {id(kind) for kind in kinds}
+    numbers: dict[int, tuple[type, ...]] = {id(core.float32): (float, int), id(core.int32): (int,)}
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    blocks: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def check_once(left: Any, right: Any, *rest: Any, **named: Any) -> tuple[Any, Any]:
+        if not named and all(rest[2:3]):  # what is told otherwise is looked at otherwise
+            if not isinstance(left, core.tensor):
+                if isinstance(right, core.tensor) and fits(left, right):
+                    return block(left, right), right
+            elif not isinstance(right, core.tensor):
+                if fits(right, left):
+                    return left, block(right, left)
+            elif stay(left.type.scalar, right.type.scalar, rest):
+                return broadcast_once(left, right)
+        return check(left, right, *rest, **named)
+
+    def stay(left: Any, right: Any, rest: tuple[Any, ...]) -> bool:
+        if left is right:
+            return id(left) in kept
+        return rest[:1] == (True,) and left.is_ptr() and right.is_int()
+
+    def fits(value: Any, tensor: Any) -> bool:
+        types = numbers.get(id(tensor.type.scalar), ())
+        return type(value) in types and abs(value) < 2**31
+
+    def block(value: Any, beside: Any) -> Any:
+        key = type(value), value, id(beside.type.scalar), id(beside.shape)
+        if (known := blocks.get(key)) is None:
+            made = broadcast(beside, semantic.scalar_constant(value, beside.type.scalar))[1]
+            made.handle.data.flags.writeable = False
+            known = blocks[key] = made, beside.shape
+        return known[0]
+
+    def broadcast_once(left: Any, right: Any) -> tuple[Any, Any]:
+        if left.type.is_block() and left.shape is right.shape:
+            return left, right
+        return broadcast(left, right)
+
+    semantic.binary_op_type_checking_impl = check_once
+    semantic.broadcast_impl_value = broadcast_once
 
 
 def compile_for(
