@@ -58,26 +58,15 @@ FEW_LOGPROBS = 4096
 
 def make_app(front: Front) -> FastAPI:
     """The application; whoever runs it drains the front at its end."""
-    app = FastAPI(
-        title="specdec",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        default_response_class=Json,
-    )
+    off: Any = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
+    app = FastAPI(title="specdec", version=__version__, default_response_class=Json, **off)
     app.state.front = front
     app.add_middleware(Guard, config=front.config)
     app.add_middleware(Defects)
     if front.config.allowed_origins:
         origins = list(front.config.allowed_origins)
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=[HEADER],
-        )
+        every: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [HEADER]}
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **every)
     app.add_middleware(RequestLog, lines=front.config.log_requests)
     _add_errors(app, front)
     _add_generation(app, front)
@@ -89,8 +78,8 @@ def make_app(front: Front) -> FastAPI:
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:
-    engine = front.engine
-    tokens_of = TokenBytes(engine.reader.tokenizer)
+    engine, tokenizer = front.engine, front.engine.reader.tokenizer
+    tokens_of = TokenBytes(tokenizer)
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, http: Request) -> Response:
@@ -118,12 +107,8 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         asked = request.chat()
         tokens, sampling, tools = await _conversation(front, asked, http)
-        answer = ResponseAnswer(
-            *(asked, front.names[0], [tokens], tokens_of),
-            request=request,
-            tools=tools,
-            thinking=thinking_of(engine.reader.tokenizer),
-        )
+        about, thinking = (asked, front.names[0], [tokens], tokens_of), thinking_of(tokenizer)
+        answer = ResponseAnswer(*about, request=request, tools=tools, thinking=thinking)
         return await _respond(front, http, answer, sampling)
 
 
@@ -165,15 +150,12 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
         return {
             "tokenizer_class": type(tokenizer).__name__,
             "vocab_size": engine.admission.verifier.vocab_size,
             "max_model_len": front.max_total_tokens,
-            **{
-                name: getattr(tokenizer, name, None)
-                for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            },
-            "chat_template": getattr(tokenizer, "chat_template", None),
+            **{name: getattr(tokenizer, name, None) for name in names},
         }
 
 

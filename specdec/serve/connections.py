@@ -60,11 +60,8 @@ class Connections:
         self._seen: dict[Any, tuple[Phase, Any, float]] = {}
         self._most = min(config.max_connections, max(_FEWEST, _files() - _OTHER_FILES))
         if self._most < config.max_connections:
-            logger.warning(
-                "%d connections at most, which the limit of open files leaves; raise it (ulimit"
-                " -n)",
-                self._most,
-            )
+            text = "%d connections at most, which the limit of open files leaves; raise it"
+            logger.warning(f"{text} (ulimit -n)", self._most)
 
     def tick(self, *, thorough: bool) -> None:
         """Closes those that are late, and the longest waiting of too many."""

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from starlette.types import Receive
@@ -115,18 +115,15 @@ class Front:
 
     def described(self) -> dict[str, Any]:
         """The model, the engine and the limits, without what is nobody's business."""
-        limits = {
-            name: value
-            for name, value in asdict(self.config).items()
-            if name.startswith("max_") or name.endswith("_seconds")
-        }
+        names = [field.name for field in fields(self.config)]
+        names = [name for name in names if name.startswith("max_") or name.endswith("_seconds")]
         return {
             "version": __version__,
             "served_model_name": self.names[0],
             "drafter": self.drafter,
             "max_model_len": self.max_total_tokens,
             **self.engine.facts.settings,
-            "limits": limits,
+            "limits": {name: getattr(self.config, name) for name in names},
         }
 
     @property
@@ -291,14 +288,10 @@ class Outputs(Stream):
     def _submit(self) -> None:
         """Gives the engine what has its turn."""
         while self._waiting and len(self._handles) - len(self._counted) < self._share:
-            (tokens, sampling), index = self._waiting.popleft(), len(self._handles)
+            asked, index = self._waiting.popleft(), len(self._handles)
+            incremental, parted = self._incremental, self._parted
             made = self._front.engine.submit(
-                tokens,
-                sampling,
-                index=index,
-                incremental=self._incremental,
-                stream=self,
-                parted=self._parted,
+                *asked, index=index, incremental=incremental, stream=self, parted=parted
             )
             self._handles.append(made)
 

@@ -16,6 +16,13 @@ logger = logging.getLogger(__name__)
 _NO_TOOLS = "completions call no tools; ask /v1/chat/completions"
 _OLD_TOOLS = "give tools and tool_choice instead"
 _NO_SUCH_TEXT = "this server has no such way to choose tokens; leave it out"
+_OTHER_SAMPLERS = (
+    "mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability", "dynatemp_range",
+)  # fmt: skip
+_OTHER_FORMS = (
+    "guided_decoding", "guided_decoding_params", "output_config", "output_format",
+    "response_schema", "structured_output",
+)  # fmt: skip
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _NO_TOOLS),
@@ -37,10 +44,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (True,),
         "texts are as the tokenizer decodes them; leave it out",
     ),
-    **dict.fromkeys(
-        ("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability", "dynatemp_range"),
-        ((0,), _NO_SUCH_TEXT),
-    ),
+    **dict.fromkeys(_OTHER_SAMPLERS, ((0,), _NO_SUCH_TEXT)),
     "tfs_z": ((1.0,), _NO_SUCH_TEXT),
     "top_n_sigma": ((0.0, -1.0), _NO_SUCH_TEXT),
     "repeat_penalty": ((1.0,), "it is called repetition_penalty here"),
@@ -51,17 +55,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (),
         "white space is what docs/structured-output.md says; leave it out",
     ),
-    **dict.fromkeys(
-        (
-            "guided_decoding",
-            "guided_decoding_params",
-            "output_config",
-            "output_format",
-            "response_schema",
-            "structured_output",
-        ),
-        ((), "ask with response_format or guided_json"),
-    ),
+    **dict.fromkeys(_OTHER_FORMS, ((), "ask with response_format or guided_json")),
     **dict.fromkeys(("extra_body", "nvext"), (({},), "give its fields beside the others")),
     "chat_template": ((), "the template is the model's own; leave it out"),
     "documents": (([],), "give them in the messages or in chat_template_kwargs"),
@@ -118,9 +112,8 @@ class Body(BaseModel):
 def _warn(name: str) -> None:
     if name not in _warned and len(_warned) < 100:
         _warned.add(name)
-        logger.warning(
-            "a request has the field %r, which is not known and is left alone", name[:80]
-        )
+        text = "a request has the field %r, which is not known and is left alone"
+        logger.warning(text, name[:80])
 
 
 def _token_ids(given: Any) -> list[int]:
@@ -264,11 +257,13 @@ class Templated(Body):
     @property
     def variables(self) -> dict[str, Any]:
         """Variables of the template. The switch has the names that templates give it."""
-        effort = (
-            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        )
-        names = () if self.thinks is None else ("enable_thinking", "thinking")
-        return {**effort, **dict.fromkeys(names, self.thinks), **(self.chat_template_kwargs or {})}
+        said: dict[str, Any] = {
+            "reasoning_effort": self.reasoning_effort,
+            "enable_thinking": self.thinks,
+        }
+        said["thinking"] = self.thinks
+        known = {name: value for name, value in said.items() if value is not None}
+        return known | (self.chat_template_kwargs or {})
 
 
 class Chat(Templated):

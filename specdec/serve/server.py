@@ -74,19 +74,18 @@ class Server(uvicorn.Server):
     """A server that takes nothing new on once told to end, and gives the unfinished its time."""
 
     def __init__(self, front: Front, sock: socket.socket) -> None:
-        super().__init__(
-            uvicorn.Config(
-                _with_connection(make_app(front)),
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                ws="none",
-                backlog=math.ceil(AT_ONCE / front.config.num_fronts),
-                timeout_keep_alive=front.config.keep_alive_seconds,
-                timeout_graceful_shutdown=LAST_SECONDS,
-            )
+        config = uvicorn.Config(
+            _with_connection(make_app(front)),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            backlog=math.ceil(AT_ONCE / front.config.num_fronts),
+            timeout_keep_alive=front.config.keep_alive_seconds,
+            timeout_graceful_shutdown=LAST_SECONDS,
         )
+        super().__init__(config)
         self.front, self._sock = front, sock
         self._draining: asyncio.Task[None] | None = None
         self._connections = Connections(front.config, self.server_state)

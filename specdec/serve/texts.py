@@ -138,12 +138,8 @@ class Texts:
         found = 0
         for start in range(0, len(text), SHORT):
             piece = text[start : start + SHORT]
-            found += (
-                await asyncio.wrap_future(
-                    self._long.submit(len(text) - start, partial(self._count, piece))
-                )
-                - SLACK
-            )
+            work = self._long.submit(len(text) - start, partial(self._count, piece))
+            found += await asyncio.wrap_future(work) - SLACK
             if found > most:
                 raise self._too_long(
                     f"more than {most:,} tokens in its first {start + len(piece):,} characters",

@@ -53,13 +53,10 @@ class Tools:
 
     def grammar(self, tokenizer: PreTrainedTokenizerBase, answer: Grammar | None) -> Grammar:
         """The grammar of answers; `answer` is that of those that call nothing, if there are any."""
+        asked = {"required": self.required, "parallel": self.parallel}
+        answer, markers = None if self.required else answer, self.form.markers(tokenizer)
         return Grammar.calls(
-            self.form.name,
-            self.functions,
-            required=self.required,
-            parallel=self.parallel,
-            markers=self.form.markers(tokenizer),
-            answer=None if self.required else answer,
+            self.form.name, self.functions, **asked, markers=markers, answer=answer
         )
 
 

@@ -237,11 +237,9 @@ class Handle:
         request, text = self.request, self._text
         since, self._num_shown = self._num_shown, len(request.output_token_ids)
         tokens = request.output_token_ids[since:]
-        logprobs, top = (
-            (request.logprobs[since:], request.top_logprobs[since:])
-            if request.logprobs
-            else ([], [])
-        )
+        logprobs, top = [], []
+        if request.logprobs:
+            logprobs, top = request.logprobs[since:], request.top_logprobs[since:]
         parted = text if isinstance(text, PartedDecoder) else None
         if request.status is not Status.FINISHED:
             piece = text.take() if text else ""

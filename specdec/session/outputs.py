@@ -53,8 +53,11 @@ class GenerationResult:
     @classmethod
     def of(cls, request: Request, text: str) -> GenerationResult:
         """What a finished request has become."""
-        params = request.sampling
+        params, ranks = request.sampling, request.num_by_rank
         scored = params.prompt_logprobs is not None
+        by_rank = [ranks[rank] for rank in range(max(ranks, default=-1) + 1)]
+        counts = request.num_drafted, request.num_accepted, request.num_emitted
+        stats = AcceptanceStats(*counts, request.tree_sizes, by_rank, request.parts)
         return cls(
             prompt_token_ids=request.prompt_token_ids,
             text=text,
@@ -68,30 +71,14 @@ class GenerationResult:
             prompt_top_logprobs=[None, *request.prompt_top_logprobs] if scored else None,
             seed=request.seed,
             num_cached_tokens=request.num_cached_tokens or 0,
-            stats=AcceptanceStats(
-                request.num_drafted,
-                request.num_accepted,
-                request.num_emitted,
-                request.tree_sizes,
-                [
-                    request.num_by_rank[rank]
-                    for rank in range(max(request.num_by_rank, default=-1) + 1)
-                ],
-                request.parts,
-            ),
+            stats=stats,
         )
 
     @classmethod
     def failed(cls, request: Request) -> GenerationResult:
         """What becomes of a request for whose output something has raised."""
-        return cls(
-            request.prompt_token_ids,
-            "",
-            [],
-            "error",
-            error=request.error,
-            bad_input=request.bad_input,
-        )
+        prompt, error, bad = request.prompt_token_ids, request.error, request.bad_input
+        return cls(prompt, "", [], "error", error=error, bad_input=bad)
 
     @classmethod
     def refused(cls, error: Exception) -> GenerationResult:

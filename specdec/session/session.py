@@ -153,14 +153,9 @@ class Session:
                     item = next(numbered, None)
                     more = item is not None
                     if item is not None:
-                        index, (tokens, sampling) = item
+                        index, asked = item
                         handles[index] = self.submit(
-                            tokens,
-                            sampling,
-                            index=index,
-                            incremental=incremental,
-                            text=text,
-                            stream=stream,
+                            *asked, index=index, incremental=incremental, text=text, stream=stream
                         )
                 chunk = next(stream, None)
                 if chunk is None:

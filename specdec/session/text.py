@@ -68,11 +68,8 @@ def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens of single bytes, as tokenizers with byte fallback spell them; else none."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
-    return frozenset(
-        token
-        for name, token in found
-        if token is not None and tokenizer.convert_ids_to_tokens(token) == name
-    )
+    known = [(name, token) for name, token in found if token is not None]
+    return frozenset(one for name, one in known if tokenizer.convert_ids_to_tokens(one) == name)
 
 
 @lru_cache(maxsize=4)

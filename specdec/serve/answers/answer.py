@@ -80,14 +80,8 @@ class Answer:
         choices = []
         for index, result in enumerate(results):
             choice = self.choice(result, index, results[index - index % self.n])
-            choices.append(
-                {
-                    "index": index,
-                    **choice,
-                    "finish_reason": self.reason(result, index),
-                    "meta_info": meta_info([result]),
-                }
-            )
+            end = {"finish_reason": self.reason(result, index), "meta_info": meta_info([result])}
+            choices.append({"index": index, **choice, **end})
             if self.asked.return_token_ids:
                 choices[-1]["token_ids"] = result.token_ids
         return {**self._framed(self.kind, choices), **self._figures(results)}
@@ -96,10 +90,8 @@ class Answer:
         """How many log-probabilities the answer has, about."""
         count = 0
         for result in results:
-            for values, tops in (
-                (result.logprobs, result.top_logprobs),
-                (result.prompt_logprobs, result.prompt_top_logprobs),
-            ):
+            of_prompt = result.prompt_logprobs, result.prompt_top_logprobs
+            for values, tops in ((result.logprobs, result.top_logprobs), of_prompt):
                 widest = max(map(len, filter(None, tops or ())), default=0)
                 count += len(values or ()) * (1 + widest)
         return count
@@ -184,9 +176,8 @@ class Answer:
         return {"warnings": self.notes} if self.notes else {}
 
     def _figures(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        usage: dict[str, Any] = _usage(
-            sum(map(len, self.prompts)), sum(len(result.token_ids) for result in results)
-        )
+        output = sum(len(result.token_ids) for result in results)
+        usage = _usage(sum(map(len, self.prompts)), output)
         cached = sum(result.num_cached_tokens for result in results[:: self.n])
         if self.asked.prediction is not None:
             usage["completion_tokens_details"] = prediction_details(results)

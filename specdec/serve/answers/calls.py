@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -67,13 +68,7 @@ class CallCompletion(ChatCompletion):
         for number, delta in enumerate(deltas or [{}] if detailed else deltas):
             tokens = StreamChunk(chunk.index, "", [])
             if not number:
-                tokens = StreamChunk(
-                    chunk.index,
-                    "",
-                    chunk.token_ids,
-                    logprobs=chunk.logprobs,
-                    top_logprobs=chunk.top_logprobs,
-                )
+                tokens = replace(chunk, text="", parts=None, result=None)
             made = {**super().delta(tokens), "delta": delta}
             if self.asked.return_token_ids:
                 made["token_ids"] = tokens.token_ids

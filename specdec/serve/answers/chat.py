@@ -41,16 +41,11 @@ def chat_text(
         message = "an answer that goes on with the last message has no new beginning"
         way_out = "set add_generation_prompt to false"
         raise RequestError(f"{message}; {way_out}", "add_generation_prompt")
-    return partial(
-        reader.chat_text,
-        messages,
-        {
-            "add_generation_prompt": asked.add_generation_prompt and not continues,
-            "continue_final_message": continues,
-            **({"tools": list(tools)} if tools else {}),
-            **variables,
-        },
-    )
+    options: dict[str, Any] = {"continue_final_message": continues}
+    options["add_generation_prompt"] = asked.add_generation_prompt and not continues
+    if tools:
+        options["tools"] = list(tools)
+    return partial(reader.chat_text, messages, options | variables)
 
 
 class ChatCompletion(Answer):
@@ -76,12 +71,8 @@ class ChatCompletion(Answer):
         message = {"role": "assistant", "content": content, "refusal": None}
         if result.reasoning and self.asked.include_reasoning:
             message["reasoning_content"] = result.reasoning
-        return {
-            "message": message,
-            "logprobs": self._logprobs(
-                result.token_ids, result.logprobs or [], result.top_logprobs or []
-            ),
-        }
+        of = result.token_ids, result.logprobs or [], result.top_logprobs or []
+        return {"message": message, "logprobs": self._logprobs(*of)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}

@@ -33,12 +33,9 @@ class Completion(Answer):
         if first.prompt_logprobs is not None and first.prompt_top_logprobs is not None:
             tokens, values = first.prompt_token_ids + tokens, [*first.prompt_logprobs, *values]
             tops = [*first.prompt_top_logprobs, *tops]
-        choice: dict[str, Any] = {
-            "text": self._echo(index) + result.text,
-            "logprobs": None
-            if self.asked.logprobs is None
-            else self._logprobs(index, tokens, values, tops),
-        }
+        choice: dict[str, Any] = {"text": self._echo(index) + result.text, "logprobs": None}
+        if self.asked.logprobs is not None:
+            choice["logprobs"] = self._logprobs(index, tokens, values, tops)
         if self.asked.return_token_ids:
             choice["prompt_token_ids"] = result.prompt_token_ids
         return choice
@@ -47,13 +44,11 @@ class Completion(Answer):
         return {"text": self._echo(index), "logprobs": None} if self._echoes is not None else None
 
     def delta(self, chunk: StreamChunk) -> dict[str, Any]:
-        wanted = self.asked.logprobs is not None and chunk.token_ids
-        some = (
-            self._logprobs(chunk.index, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-            if wanted
-            else None
-        )
-        return {"text": chunk.text, "logprobs": some}
+        delta: dict[str, Any] = {"text": chunk.text, "logprobs": None}
+        if self.asked.logprobs is not None and chunk.token_ids:
+            of = chunk.token_ids, chunk.logprobs, chunk.top_logprobs
+            delta["logprobs"] = self._logprobs(chunk.index, *of)
+        return delta
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self.n] if self._echoes is not None else ""

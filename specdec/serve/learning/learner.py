@@ -100,11 +100,8 @@ class Learner:
     def line(self) -> str:
         """Says what is kept, where, and how it is used."""
         device, limit = self._config.learn_device, self._config.learn_limit
-        use = (
-            f"its drafter learns from them on {device}"
-            if device
-            else "specdec train learn can train its drafter on them"
-        )
+        use = "specdec train learn can train its drafter on them"
+        use = f"its drafter learns from them on {device}" if device else use
         return (
             f"finished requests are kept in {self._folder}, for its owner alone and at most"
             f" {limit / 2**20:g} MiB; those with store false or a cache_salt are not; {use}"
@@ -193,12 +190,8 @@ class Learner:
         )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        logger.warning(
-            "learning: %s is trained; served tau %s so far; %s says how far it is",
-            out.name,
-            self._served.tau,
-            out / _LOG,
-        )
+        text = "learning: %s is trained; served tau %s so far; %s says how far it is"
+        logger.warning(text, out.name, self._served.tau, out / _LOG)
 
     def _log(self, process: subprocess.Popen[bytes]) -> None:
         """Writes down what a round has said."""

@@ -96,14 +96,9 @@ class Facts:
 
     @classmethod
     def of(cls, decoder: SpecDecoder) -> Facts:
-        engine = decoder.engine
-        return cls(
-            decoder.reader,
-            engine.admission.elsewhere(),
-            engine.config.max_num_seqs,
-            engine.pool.num_blocks - 1,
-            _settings(decoder),
-        )
+        engine, reader = decoder.engine, decoder.reader
+        limits = engine.config.max_num_seqs, engine.pool.num_blocks - 1
+        return cls(reader, engine.admission.elsewhere(), *limits, _settings(decoder))
 
 
 def _settings(decoder: SpecDecoder) -> dict[str, Any]:
@@ -112,20 +107,19 @@ def _settings(decoder: SpecDecoder) -> dict[str, Any]:
     origin = origin_of_run(decoder.verifier, decoder.reader)
     names = "device", "dtype", "weights", "attention", "versions", "generation_config"
     depth, nodes = engine.planner.limits
-    return {name: origin[name] for name in names} | {
-        "engine": {
-            "num_draft_tokens": depth,
-            "tree_nodes": nodes,
-            "chosen": engine.planner.choice is not None,
-            "draft_sampling": config.draft_sampling,
-            "max_num_seqs": config.max_num_seqs,
-            "cache_blocks": engine.pool.num_blocks - 1,
-            "block_size": engine.kv_cache.block_size,
-            "prefix_caching": config.cache.prefix_caching,
-            "pipeline_depth": engine.pipeline_depth,
-            "graphs": engine.runner.graphs is not None,
-        }
+    own = {
+        "num_draft_tokens": depth,
+        "tree_nodes": nodes,
+        "chosen": engine.planner.choice is not None,
+        "draft_sampling": config.draft_sampling,
+        "max_num_seqs": config.max_num_seqs,
+        "cache_blocks": engine.pool.num_blocks - 1,
+        "block_size": engine.kv_cache.block_size,
+        "prefix_caching": config.cache.prefix_caching,
+        "pipeline_depth": engine.pipeline_depth,
+        "graphs": engine.runner.graphs is not None,
     }
+    return {name: origin[name] for name in names} | {"engine": own}
 
 
 def end_of(request: Request) -> dict[str, Any]:

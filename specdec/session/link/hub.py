@@ -334,15 +334,8 @@ class Hub:
         cached, scheduler = engine.prefix_counts, engine.scheduler
         outputs = sum(len(link.outputs) for link in links) if len(links) > 1 else 0
         prompts = sum(link.prompt_tokens for link in links) if outputs else 0
-        return Numbers(
-            len(scheduler.working),
-            engine.pool.num_used,
-            cached.queried,
-            cached.found,
-            scheduler.num_preemptions,
-            outputs,
-            prompts,
-        )
+        now = len(scheduler.working), engine.pool.num_used, cached.queried, cached.found
+        return Numbers(*now, scheduler.num_preemptions, outputs, prompts)
 
     def _tell(self) -> None:
         numbers, step = self._numbers(), self._engine.last_step
