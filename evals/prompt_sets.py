@@ -175,19 +175,15 @@ def load_prompt_set(
     else:
         source, rows = _SOURCES[name].hub, _hub_rows(name, _SOURCES[name])
     if limit is not None and not 1 <= limit <= len(rows):
-        raise InvalidInputError(
-            f"limit is {limit} and prompt set {name!r} has {len(rows)} rows; choose 1 to"
-            f" {len(rows)}"
-        )
+        what = f"limit is {limit} and prompt set {name!r} has {len(rows)} rows"
+        raise InvalidInputError(f"{what}; choose 1 to {len(rows)}")
     items = [_item(name, place, row) for place, row in rows[:limit]]
     if per_category is not None:
         if per_category < 1:
             raise InvalidInputError(f"per_category is {per_category}; it must be 1 or more rows")
         if all(item.category is None for item in items):
-            raise InvalidInputError(
-                f"prompt set {name!r} has no categories to take {per_category} rows of each from;"
-                f" bound it with --limit"
-            )
+            what = f"prompt set {name!r} has no categories to take {per_category} rows of each from"
+            raise InvalidInputError(f"{what}; bound it with --limit")
         seen: Counter[str | None] = Counter()
         kept = []
         for item in items:
@@ -218,10 +214,8 @@ def parse_data(pairs: Sequence[str], names: Sequence[str], option: str) -> dict[
                 f"--data is {pair!r}; write it as NAME=FILE, such as gsm8k=test.jsonl"
             )
         if name not in names:
-            raise InvalidInputError(
-                f"--data names {name!r}, which is not among {option} {' '.join(names)}; add it"
-                f" there"
-            )
+            what = f"--data names {name!r}, which is not among {option} {' '.join(names)}"
+            raise InvalidInputError(f"{what}; add it there")
         files[name] = file
     return files
 
@@ -246,10 +240,9 @@ def _item(name: str, place: str, row: Row) -> Item:
             f"{place} has an empty turn or one that is not a string; give every turn some text"
         )
     if any(turn.startswith(_PLACEHOLDER) for turn in turns):
-        raise InvalidInputError(
-            f"{place} holds a placeholder in place of its text; have SPEED-Bench's own prepare.py"
-            f" fetch it, and name the file that this writes"
-        )
+        what = f"{place} holds a placeholder in place of its text"
+        way_out = "have SPEED-Bench's own prepare.py fetch it, and name the file that this writes"
+        raise InvalidInputError(f"{what}; {way_out}")
     category = row.get("category")
     if category is not None and not (isinstance(category, str) and category.strip()):
         raise InvalidInputError(
@@ -282,10 +275,9 @@ def _user_turns(messages: Any) -> list[str]:
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise TypeError(messages)
     if others := sorted({str(one["role"]) for one in messages} - {"user"}):
-        raise InvalidInputError(
-            f"messages have a turn of {others[0]!r}; leave it out, for the target answers every"
-            f" turn of the user itself"
-        )
+        what = f"messages have a turn of {others[0]!r}"
+        way_out = "leave it out, for the target answers every turn of the user itself"
+        raise InvalidInputError(f"{what}; {way_out}")
     return [one["content"] for one in messages]
 
 

@@ -55,10 +55,8 @@ class Tasks:
         self._specs = [self._spec(name, data.get(name), folder) for name in names]
         for name, task in self._load().items():
             if task.OUTPUT_TYPE != "generate_until":
-                raise InvalidInputError(
-                    f"task {name!r} scores given texts, where drafts play no part; use lm-eval's"
-                    f" own command with --model specdec"
-                )
+                what = f"task {name!r} scores given texts, where drafts play no part"
+                raise InvalidInputError(f"{what}; use lm-eval's own command with --model specdec")
             size = len(task.eval_docs)
             if limit is not None and not 1 <= limit <= size:
                 raise InvalidInputError(
@@ -83,17 +81,14 @@ class Tasks:
         try:
             tasks: dict[str, Any] = self._manager.load(list(self._specs))["tasks"]
         except KeyError as error:
-            raise InvalidInputError(
-                f"a task needs split {error}, which its data lacks; give a folder with one JSONL"
-                f" file per split"
-            ) from error
+            what = f"a task needs split {error}, which its data lacks"
+            way_out = "give a folder with one JSONL file per split"
+            raise InvalidInputError(f"{what}; {way_out}") from error
         except ImportError as error:
             raise _needs(error) from error
         except (OSError, ValueError, RuntimeError, LookupError) as error:
-            raise InvalidInputError(
-                f"cannot load the data of the tasks: {one_line(error)}; name local files with"
-                f" --data TASK=PATH"
-            ) from error
+            what = f"cannot load the data of the tasks: {one_line(error)}"
+            raise InvalidInputError(f"{what}; name local files with --data TASK=PATH") from error
         return tasks
 
     def _spec(self, name: str, data: str | None, folder: Path) -> str | dict[str, Any]:
@@ -120,10 +115,8 @@ def _needs(error: ImportError) -> InvalidInputError:
     if error.name is None:
         return InvalidInputError(f"a task cannot be imported: {one_line(error)}")
     package = error.name.partition(".")[0]
-    return InvalidInputError(
-        f"a task needs the module {package}, which is not installed; the task's page in lm-eval"
-        f" names its package"
-    )
+    what = f"a task needs the module {package}, which is not installed"
+    return InvalidInputError(f"{what}; the task's page in lm-eval names its package")
 
 
 @cache
@@ -143,10 +136,9 @@ def _splits(path: Path) -> dict[str, str]:
     if path.is_dir():
         files = {file.stem: file for file in sorted(path.glob("*.jsonl"))}
     if not files:
-        raise InvalidInputError(
-            f"{str(path)!r} holds no .jsonl file; put one there per split, such as train.jsonl and"
-            f" test.jsonl"
-        )
+        what = f"{str(path)!r} holds no .jsonl file"
+        way_out = "put one there per split, such as train.jsonl and test.jsonl"
+        raise InvalidInputError(f"{what}; {way_out}")
     for file in files.values():
         read_jsonl(file)
     return {split: str(file.resolve()) for split, file in files.items()}

@@ -94,10 +94,8 @@ class Bench:
             self.drafters[name] = drafter
             for k in config.num_draft_tokens:
                 if isinstance(k, int) and not 1 <= k <= drafter.max_draft_tokens:
-                    raise InvalidInputError(
-                        f"k is {k} and drafter {name!r} gives 1 to {drafter.max_draft_tokens};"
-                        f" choose within that"
-                    )
+                    message = f"k is {k} and drafter {name!r} gives 1 to {drafter.max_draft_tokens}"
+                    raise InvalidInputError(f"{message}; choose within that")
             if config.budgets and (reasons := budget_reasons(base.verifier, EngineConfig())):
                 raise InvalidInputError(
                     f"budgets are asked for, but {'; '.join(reasons)}; leave out --budget"

@@ -176,10 +176,8 @@ def run(args: argparse.Namespace) -> int:
             "--divide-drafter is for a drafter of random weights; add --synthetic-acceptance"
         )
     if args.ray is not None and (action != "measure" or args.dummy_weights is not None):
-        raise InvalidInputError(
-            "--ray spreads prompt sets over engines; leave it out with compare, show and"
-            " --dummy-weights"
-        )
+        what = "--ray spreads prompt sets over engines"
+        raise InvalidInputError(f"{what}; leave it out with compare, show and --dummy-weights")
     if action == "measure" and args.dummy_weights is not None:
         from evals.bench.dummy_command import measure_dummy
 

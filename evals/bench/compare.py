@@ -132,10 +132,8 @@ def run(args: argparse.Namespace) -> int:
     own = next((prompt for prompt in prompts if prompt.asked), None)
     if own is not None:
         name = next(iter(own.asked))
-        raise InvalidInputError(
-            f"--compare decodes all prompts alike and {own.source} has its own {name}; give it as"
-            f" an option"
-        )
+        what = f"--compare decodes all prompts alike and {own.source} has its own {name}"
+        raise InvalidInputError(f"{what}; give it as an option")
     decoder = load_decoder(args, args.drafter, engine)
     inputs = model_inputs(prompts, decoder.tokenizer, raw=args.raw, system=args.system)
 

@@ -97,10 +97,8 @@ class BenchConfig:
                 f" {max(self.temperatures):g}; use temperature 0"
             )
         if PLAIN in self.drafters or 0 in self.num_draft_tokens or 0 in self.trees:
-            raise InvalidInputError(
-                "plain decoding is always measured; leave out drafter none, k = 0 and trees of 0"
-                " drafts"
-            )
+            what = "plain decoding is always measured"
+            raise InvalidInputError(f"{what}; leave out drafter none, k = 0 and trees of 0 drafts")
         for nodes in self.trees:
             EngineConfig(tree_nodes=nodes)
         for budget in self.budgets:
@@ -108,10 +106,8 @@ class BenchConfig:
                 num_draft_tokens="auto" if budget == "auto" else None, verify_budget=budget
             )
         if self.budgets and not any(kind.budget for kind in self.kinds):
-            raise InvalidInputError(
-                f"budgets are {' '.join(map(str, self.budgets))} and no block has more drafts; give"
-                " larger numbers to -k or --tree"
-            )
+            what = f"budgets are {' '.join(map(str, self.budgets))} and no block has more drafts"
+            raise InvalidInputError(f"{what}; give larger numbers to -k or --tree")
         for temperature in self.temperatures:
             self.sampling(temperature)
         for concurrency in self.concurrencies:

@@ -73,15 +73,11 @@ class DummyConfig:
                 value = getattr(self, name)
                 raise InvalidInputError(f"{name} is {value}; it must be at least {least}")
         if others := [name for name in self.peers if name != VllmSteps.name]:
-            raise InvalidInputError(
-                f"peer {others[0]!r} has no dummy weights; with --dummy-weights only vllm can be a"
-                f" peer"
-            )
+            what = f"peer {others[0]!r} has no dummy weights"
+            raise InvalidInputError(f"{what}; with --dummy-weights only vllm can be a peer")
         if self.quantize and self.peers:
-            raise InvalidInputError(
-                f"a peer's dummy weights are plain numbers, not {self.quantize}; leave out"
-                f" --weights or --peer"
-            )
+            what = f"a peer's dummy weights are plain numbers, not {self.quantize}"
+            raise InvalidInputError(f"{what}; leave out --weights or --peer")
 
     @property
     def cells(self) -> list[tuple[int, int]]:

@@ -103,10 +103,8 @@ def measure_dummy(args: argparse.Namespace) -> int:
         if quantize:
             raise InvalidInputError("several ranks have plain random weights; leave out --weights")
         if weights:
-            raise InvalidInputError(
-                "with several ranks a peer's rows would meet other experts than ours; leave out"
-                " --peer"
-            )
+            what = "with several ranks a peer's rows would meet other experts than ours"
+            raise InvalidInputError(f"{what}; leave out --peer")
         verifier = dummy_rank(shape, group, device, dtype, seed=config.seed, **choices)
     provenance: dict[str, Any] = origin_of_run(verifier) | {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

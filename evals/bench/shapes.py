@@ -29,10 +29,9 @@ def config_file(name: str) -> Path:
         return path
     if name in names():
         return FOLDER / f"{name}.json"
-    raise InvalidInputError(
-        f"no config {name!r}; give a config.json, a folder with one, or one of:"
-        f" {', '.join(names())}"
-    )
+    what = f"no config {name!r}"
+    way_out = f"give a config.json, a folder with one, or one of: {', '.join(names())}"
+    raise InvalidInputError(f"{what}; {way_out}")
 
 
 def entries(path: Path) -> dict[str, Any]:

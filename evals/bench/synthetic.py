@@ -68,10 +68,8 @@ def survival_of(values: Sequence[float], spread: float, most: int, kinds: int = 
         return (rates,)
     (mean,) = values
     if spread < 0 or not 1 <= mean - spread <= mean + spread <= most + 1:
-        raise InvalidInputError(
-            f"accepted lengths of {mean - spread:g} to {mean + spread:g} are asked for; a step of"
-            f" {most} drafts puts out 1 to {most + 1} tokens"
-        )
+        what = f"accepted lengths of {mean - spread:g} to {mean + spread:g} are asked for"
+        raise InvalidInputError(f"{what}; a step of {most} drafts puts out 1 to {most + 1} tokens")
     rows = kinds if spread else 1
     found = []
     for row in range(rows):

@@ -64,17 +64,13 @@ def require(module: str, package: str, peer: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise InvalidInputError(
-            f"peer {peer!r} needs the package {package} ({one_line(error)}); install it or leave"
-            f" the peer out"
-        ) from error
+        what = f"peer {peer!r} needs the package {package} ({one_line(error)})"
+        raise InvalidInputError(f"{what}; install it or leave the peer out") from error
 
 
 def only_greedy(peer: str, samplings: Sequence[SamplingParams]) -> None:
     """Refuses sampling, where the random numbers of two systems cannot be the same."""
     hottest = max((sampling.temperature for sampling in samplings), default=0.0)
     if hottest > 0:
-        raise InvalidInputError(
-            f"peer {peer!r} is compared in greedy decoding and the temperature is {hottest:g}; use"
-            f" 0"
-        )
+        what = f"peer {peer!r} is compared in greedy decoding and the temperature is {hottest:g}"
+        raise InvalidInputError(f"{what}; use 0")

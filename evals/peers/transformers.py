@@ -54,10 +54,8 @@ class TransformersPeer:
             plans = [sampling for _, sampling in group]
             controls = {(one.repetition_penalty or 1.0, one.min_tokens or 0) for one in plans}
             if len(controls) > 1:
-                raise InvalidInputError(
-                    f"peer {self.name!r} takes one least length and penalty per batch; use"
-                    f" concurrency 1"
-                )
+                what = f"peer {self.name!r} takes one least length and penalty per batch"
+                raise InvalidInputError(f"{what}; use concurrency 1")
             ((penalty, least),) = controls
             ids, mask = _padded([prompt for prompt, _ in group])
             ids, mask = ids.to(self._model.device), mask.to(self._model.device)

@@ -220,15 +220,11 @@ def load(detail: str | None, *, verifier: Verifier) -> VllmPeer:
         )
     drafter = None if detail is None else located(detail)
     if drafter is not None and "/" not in drafter and not Path(drafter).exists():
-        raise InvalidInputError(
-            f"peer {name!r} names no drafter checkpoint; give a folder or a hub name behind the"
-            f" colon"
-        )
+        what = f"peer {name!r} names no drafter checkpoint"
+        raise InvalidInputError(f"{what}; give a folder or a hub name behind the colon")
     if other := next(iter(_alive), None):
-        raise InvalidInputError(
-            f"a process can hold one vLLM engine and has peer {other.name!r}; measure {name!r} in a"
-            f" run of its own"
-        )
+        what = f"a process can hold one vLLM engine and has peer {other.name!r}"
+        raise InvalidInputError(f"{what}; measure {name!r} in a run of its own")
     peer = VllmPeer(name, verifier, drafter)
     _alive.add(peer)
     return peer

@@ -22,28 +22,23 @@ def compare_reports(one: Report, other: Report | None = None) -> str:
         InvalidInputError: the reports have nothing in common, or a kind that is not compared.
     """
     if one["schema"] == "specdec-dummy-bench":
-        raise InvalidInputError(
-            "reports of --dummy-weights hold both sides themselves; print each with specdec bench"
-            " show"
-        )
+        what = "reports of --dummy-weights hold both sides themselves"
+        raise InvalidInputError(f"{what}; print each with specdec bench show")
     bench = one["schema"] == "specdec-bench"
     tests = paired_lines(one, other) if bench else []
     if other is None:
         if not tests:
-            raise InvalidInputError(
-                "the report has no two drafters that answered the same prompts; give a second one,"
-                " or measure with --drafter A B"
-            )
+            what = "the report has no two drafters that answered the same prompts"
+            raise InvalidInputError(f"{what}; give a second one, or measure with --drafter A B")
         return "\n".join(tests)
     parts_of = _bench_parts if bench else _eval_parts
     parts, others = parts_of(one), parts_of(other)
     common = [key for key in parts if key in others]
     if not common:
         first, second = (_title(next(iter(some), ())) for some in (parts, others))
-        raise InvalidInputError(
-            f"the reports have no part in common (the first has {first}, the second {second});"
-            " measure both with the same sets, temperatures, concurrencies, drafters and k"
-        )
+        what = f"the reports have no part in common (the first has {first}, the second {second})"
+        way_out = "measure both with the same sets, temperatures, concurrencies, drafters and k"
+        raise InvalidInputError(f"{what}; {way_out}")
     rows = [("", *("first", "second", "ratio") * 2)]
     rows.append(("part", "tokens/s", "tokens/s", "", "tau", "tau", ""))
     for key in common:

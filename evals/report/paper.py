@@ -48,10 +48,8 @@ def paper(reports: Sequence[tuple[str, Report]], style: str) -> str:
         if not why and hashes[0] != hashes[1]:
             why = "the prompts differ"
         if why:
-            raise InvalidInputError(
-                f"{name!r} and {file!r} do not fit in one table: {why}; measure both with the same"
-                f" sets, target and settings"
-            )
+            what = f"{name!r} and {file!r} do not fit in one table: {why}"
+            raise InvalidInputError(f"{what}; measure both with the same sets, target and settings")
     seen: dict[tuple[Any, ...], str] = {}
     rows: list[dict[str, Any]] = []
     for file, report in reports:
@@ -59,10 +57,9 @@ def paper(reports: Sequence[tuple[str, Report]], style: str) -> str:
             fields = ("prompt_set", "temperature", "concurrency", "drafter", "k")
             key = tuple(row[field] for field in fields)
             if key in seen and row["drafter"] != PLAIN:
-                raise InvalidInputError(
-                    f"{seen[key]!r} and {file!r} both have {row['drafter']} k={row['k']}; give"
-                    f" reports of different drafters, or use bench compare"
-                )
+                what = f"{seen[key]!r} and {file!r} both have {row['drafter']} k={row['k']}"
+                way_out = "give reports of different drafters, or use bench compare"
+                raise InvalidInputError(f"{what}; {way_out}")
             if key not in seen:
                 rows.append(row)
             seen[key] = file

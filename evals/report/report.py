@@ -52,10 +52,8 @@ def read_report(path: Path, schema: str | None = None) -> Report:
     report = read_json(path, way_out="give a report that specdec bench or eval wrote")
     name = report.get("schema")
     if not isinstance(name, str) or name not in SCHEMA_VERSIONS:
-        raise InvalidInputError(
-            f"{str(path)!r} was not written by specdec; give a file that specdec bench or eval"
-            f" wrote"
-        )
+        what = f"{str(path)!r} was not written by specdec"
+        raise InvalidInputError(f"{what}; give a file that specdec bench or eval wrote")
     if schema is not None and name != schema:
         raise InvalidInputError(
             f"{str(path)!r} follows schema {name!r}, not {schema!r}; give a report of the same kind"

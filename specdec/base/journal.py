@@ -132,10 +132,8 @@ class Journal:
         return entry
 
     def _foreign(self, path: Path) -> InvalidInputError:
-        return InvalidInputError(
-            f"{str(path)!r} was not written by specdec {self._command}; choose another place with"
-            f" --out"
-        )
+        what = f"{str(path)!r} was not written by specdec {self._command}"
+        return InvalidInputError(f"{what}; choose another place with --out")
 
 
 def settings_of(path: Path | None) -> dict[str, Any]:

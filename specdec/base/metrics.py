@@ -62,10 +62,8 @@ class AcceptanceStats:
             object.__setattr__(self, "parts", [0] * len(self.num_drafted))
         steps = {len(getattr(self, name)) for name in _BY_STEP}
         if len(steps) > 1:
-            raise InvalidInputError(
-                f"statistics are of {' and '.join(map(str, sorted(steps)))} steps; all lists have"
-                f" an entry for each"
-            )
+            what = f"statistics are of {' and '.join(map(str, sorted(steps)))} steps"
+            raise InvalidInputError(f"{what}; all lists have an entry for each")
 
     def check(self) -> None:
         """Looks at numbers that somebody else wrote, as in a journal that was edited.

@@ -227,10 +227,8 @@ def import_attribute(home: str) -> Any:
     """
     module, _, attribute = home.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), attribute]):
-        raise InvalidInputError(
-            f"{home!r} names nothing that can be imported; write module:function, such as"
-            f" my.drafters:load"
-        )
+        what = f"{home!r} names nothing that can be imported"
+        raise InvalidInputError(f"{what}; write module:function, such as my.drafters:load")
     try:
         return getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:

@@ -77,10 +77,9 @@ def disk_errors(path: Path) -> Iterator[None]:
         kind, way_out = (
             (CapacityError, "make room") if full else (InvalidInputError, "choose another place")
         )
-        raise kind(
-            f"cannot write {str(path)!r} ({reason}); what was written before is kept, so {way_out}"
-            f" and run again"
-        ) from error
+        what = f"cannot write {str(path)!r} ({reason})"
+        way_out = f"what was written before is kept, so {way_out} and run again"
+        raise kind(f"{what}; {way_out}") from error
 
 
 def place_of(path: Path) -> Place:
@@ -133,10 +132,8 @@ def check_writable(*paths: str | Path | None) -> None:
             )
         if place.found is None:
             if not _is_open(folder):
-                raise InvalidInputError(
-                    f"cannot write {str(path)!r}: folder {str(folder)!r} is missing or closed; make"
-                    f" it first"
-                )
+                what = f"cannot write {str(path)!r}: folder {str(folder)!r} is missing or closed"
+                raise InvalidInputError(f"{what}; make it first")
             with disk_errors(path), _unfinished(place):  # the system alone knows all its reasons
                 pass
 

@@ -134,10 +134,8 @@ def _check_loader(loader: object, choice: object) -> None:
             return
         except TypeError as error:
             reason = str(error)
-    raise InvalidInputError(
-        f"drafter {choice!r} loads no drafter: {reason}; give a function (path, *, verifier) ->"
-        f" Drafter"
-    )
+    what = f"drafter {choice!r} loads no drafter: {reason}"
+    raise InvalidInputError(f"{what}; give a function (path, *, verifier) -> Drafter")
 
 
 def _composed(choice: str, names: Sequence[str]) -> Callable[[Verifier], Drafter]:

@@ -99,8 +99,6 @@ def gguf_file(folder: Path) -> Path | None:
         return None
     found = models_among(path.name for path in folder.glob("*.gguf"))
     if len(found) > 1:
-        raise CheckpointError(
-            f"{str(folder)!r} holds {len(found)} GGUF files; name one of them, such as"
-            f" {str(folder / found[0])!r}"
-        )
+        what = f"{str(folder)!r} holds {len(found)} GGUF files"
+        raise CheckpointError(f"{what}; name one of them, such as {str(folder / found[0])!r}")
     return folder / found[0] if found else None

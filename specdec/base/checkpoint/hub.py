@@ -104,10 +104,8 @@ def pinned(name: str, revision: str | None) -> str:
     if revision is None:
         return name
     if name == "embedded" or _is_here(name):
-        raise InvalidInputError(
-            f"revision {revision!r} is of a checkpoint on the hub, and {name!r} is none; leave it"
-            f" out"
-        )
+        what = f"revision {revision!r} is of a checkpoint on the hub, and {name!r} is none"
+        raise InvalidInputError(f"{what}; leave it out")
     if "@" in name:
         raise InvalidInputError(f"{name!r} names a revision already; leave out {revision!r}")
     return f"{name}@{revision}"
@@ -137,10 +135,8 @@ def json_object(path: Path, name: str, *, what: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes(), object_hook=_decoded)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path.name} of {what} {name!r} is not valid JSON ({one_line(error)}); fetch or write"
-            f" it again"
-        ) from error
+        message = f"{path.name} of {what} {name!r} is not valid JSON ({one_line(error)})"
+        raise CheckpointError(f"{message}; fetch or write it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(
             f"{path.name} of {what} {name!r} holds no JSON object; fetch or write it again"
@@ -375,10 +371,9 @@ def _place(name: str | Path, what: str) -> _Place:
         way_out = "check the path, or name one on the hub as owner/name:file.gguf"
         raise CheckpointError(f"{what} {str(name)!r} is no file; {way_out}")
     if match is None or ".." in (match[3] or "") or ("/" not in match[1] and what != "target"):
-        raise CheckpointError(
-            f"{what} {str(name)!r} is not a folder, and no name on the hub; give a folder with"
-            f" {CONFIG}, a GGUF file, owner/name, or owner/name:folder"
-        )
+        message = f"{what} {str(name)!r} is not a folder, and no name on the hub"
+        way_out = f"give a folder with {CONFIG}, a GGUF file, owner/name, or owner/name:folder"
+        raise CheckpointError(f"{message}; {way_out}")
     place = _Place(*match.groups())
     if place.revision and re.fullmatch("[0-9a-f]{4,39}", place.revision) and place.cached is None:
         begun = [path.name for path in (place.cache / "snapshots").glob(f"{place.revision}*")]
@@ -434,21 +429,15 @@ def _refusal(
             f"{what} {name!r} is gated: accept the terms at {page}, set HF_TOKEN, and run again"
         )
     if isinstance(error, RepositoryNotFoundError):
-        return CheckpointError(
-            f"{what} {name!r} is neither a folder nor on the hub ({page}), or it is private; check"
-            f" the name, or set HF_TOKEN"
-        )
+        message = f"{what} {name!r} is neither a folder nor on the hub ({page}), or it is private"
+        return CheckpointError(f"{message}; check the name, or set HF_TOKEN")
     if isinstance(error, RevisionNotFoundError):
-        return CheckpointError(
-            f"{what} {place.repo!r} has no revision {place.revision!r}; name a branch, a tag or a"
-            f" commit of it"
-        )
+        message = f"{what} {place.repo!r} has no revision {place.revision!r}"
+        return CheckpointError(f"{message}; name a branch, a tag or a commit of it")
     if isinstance(error, LocalEntryNotFoundError):
         return CheckpointError(
             f"cannot fetch {what} {name!r}: the hub is out of reach and {missing} not in its cache;"
             " go online, or give a local folder"
         )
-    return CheckpointError(
-        f"cannot fetch {what} {name!r} from the hub: {one_line(error, 160)}; check the name, or"
-        f" give a local folder"
-    )
+    message = f"cannot fetch {what} {name!r} from the hub: {one_line(error, 160)}"
+    return CheckpointError(f"{message}; check the name, or give a local folder")

@@ -52,10 +52,8 @@ def check_entries(entries: Mapping[str, Any], name: str | Path, what: str) -> No
     if drafter is not None:
         algorithm, target = drafter
         beside = f"its target, {target}" if target else "its target, which its card names"
-        raise UnsupportedModelError(
-            f"{str(name)!r} is no target but a drafter ({algorithm}); give it as --drafter, beside"
-            f" {beside}"
-        )
+        message = f"{str(name)!r} is no target but a drafter ({algorithm})"
+        raise UnsupportedModelError(f"{message}; give it as --drafter, beside {beside}")
 
 
 def missing_config(name: str | Path, what: str) -> CheckpointError:
@@ -108,7 +106,6 @@ def _lone_adapter(name: str | Path, what: str) -> CheckpointError:
     base = (json_file(str(name), ADAPTER, what=what) or {}).get(
         "base_model_name_or_path"
     ) or "the model that it changes"
-    return CheckpointError(
-        f"{what} {str(name)!r} is an adapter (LoRA or the like) and no model; merge it into {base}"
-        " (merge_and_unload of peft), and give the result"
-    )
+    message = f"{what} {str(name)!r} is an adapter (LoRA or the like) and no model"
+    way_out = f"merge it into {base} (merge_and_unload of peft), and give the result"
+    return CheckpointError(f"{message}; {way_out}")

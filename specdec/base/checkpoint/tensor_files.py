@@ -76,10 +76,8 @@ class TensorFiles:
         self._open: dict[str, Any] = {}
         files = weight_files(folder)
         if not files:
-            raise CheckpointError(
-                "there are no weights: neither safetensors files nor pytorch_model.bin; fetch the"
-                " whole checkpoint"
-            )
+            what = "there are no weights: neither safetensors files nor pytorch_model.bin"
+            raise CheckpointError(f"{what}; fetch the whole checkpoint")
         if files[0].endswith(".json"):
             self._files = _read_index(folder / files[0])
             self._check_there(files[1:], files[0])
@@ -124,10 +122,8 @@ class TensorFiles:
         for file in files:
             for name in self._handle(file).keys():  # noqa: SIM118 - a handle is no mapping
                 if name in found:
-                    raise CheckpointError(
-                        f"{name!r} is in {found[name]!r} and in {file!r}; keep one form of the"
-                        f" weights"
-                    )
+                    what = f"{name!r} is in {found[name]!r} and in {file!r}"
+                    raise CheckpointError(f"{what}; keep one form of the weights")
                 found[name] = file
         return found
 
@@ -166,10 +162,8 @@ class _Pickle:
         if not isinstance(content, dict) or not all(
             isinstance(value, Tensor) for value in content.values()
         ):
-            raise CheckpointError(
-                f"{path.name!r} does not hold tensors by name; take the checkpoint's safetensors"
-                f" files"
-            )
+            what = f"{path.name!r} does not hold tensors by name"
+            raise CheckpointError(f"{what}; take the checkpoint's safetensors files")
         self._tensors = {str(name): value.detach() for name, value in content.items()}
 
     def keys(self) -> Iterable[str]:
@@ -217,10 +211,8 @@ def read_pickle(path: Path) -> Any:
             re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, UnpicklingError) else None
         )
         if foreign:
-            raise CheckpointError(
-                f"{path.name!r} holds {foreign[1]} beside tensors, code that is never run; take the"
-                f" checkpoint's safetensors files"
-            ) from error
+            what = f"{path.name!r} holds {foreign[1]} beside tensors, code that is never run"
+            raise CheckpointError(f"{what}; take the checkpoint's safetensors files") from error
         raise CheckpointError(
             f"{path.name!r} is damaged ({one_line(error)}); fetch the whole checkpoint again"
         ) from error
