@@ -82,11 +82,8 @@ class LoadConfig:
         choices(self, kv_dtype=CacheDtype, prefill_dtype=PrefillDtype)
         choices(self, generation_config=GenerationSource, weights=WeightForm)
         right = self.weights == "as-stored" or self.dtype in ("auto", "bfloat16")
-        require(
-            right,
-            f"weights are asked for in {self.weights} and dtype is {shown(self.dtype)}; leave out"
-            f" one of the two",
-        )
+        what = f"weights are asked for in {self.weights} and dtype is {shown(self.dtype)}"
+        require(right, f"{what}; leave out one of the two")
         object.__setattr__(self, "chat_template", template_text(self.chat_template))
         object.__setattr__(self, "chat_template_kwargs", variables_text(self.chat_template_kwargs))
 
@@ -195,30 +192,21 @@ class EngineConfig:
             ("max_model_len", lambda count: count <= most, many),
             ("max_prefill_tokens", lambda count: count <= most, many),
         )
-        require(
-            self.num_draft_tokens in ("auto", None)
-            or (isinstance(self.num_draft_tokens, int) and self.num_draft_tokens >= 0),
-            f"num_draft_tokens is {shown(self.num_draft_tokens)}; it must be 'auto', 0 (plain"
-            f" decoding) or a positive count",
-        )
+        k, says = self.num_draft_tokens, "it must be 'auto', 0 (plain decoding) or a positive count"
+        right = k in ("auto", None) or (isinstance(k, int) and k >= 0)
+        require(right, f"num_draft_tokens is {shown(k)}; {says}")
         says = f"it must be 0 (chains) to {MAX_NODES}, or left out"
         ranges(self, ("tree_nodes", lambda nodes: 0 <= nodes <= MAX_NODES, says))
-        require(
-            not self.tree_nodes or self.num_draft_tokens in ("auto", None),
-            f"tree_nodes is {self.tree_nodes} and num_draft_tokens {self.num_draft_tokens}; a block"
-            " is a tree or a chain, so leave out one of the two",
-        )
-        budget, chosen = self.verify_budget, self.num_draft_tokens == "auto" and not self.tree_nodes
-        require(
-            budget in (None, "auto") or (is_number(budget) and float(budget) > 0),
-            f"verify_budget is {shown(budget)}; it must be 'auto', a number above 0, or left out",
-        )
-        require(
-            budget is None or (budget == "auto") == chosen,
-            f"verify_budget is {shown(budget)} and the shape of blocks is "
-            + ("chosen; say num_draft_tokens or tree_nodes" if chosen else "given; give a number")
-            + ", or leave it out",
-        )
+        both = f"tree_nodes is {self.tree_nodes} and num_draft_tokens {k}"
+        says = "a block is a tree or a chain, so leave out one of the two"
+        require(not self.tree_nodes or k in ("auto", None), f"{both}; {says}")
+        budget, chosen = self.verify_budget, k == "auto" and not self.tree_nodes
+        what = f"verify_budget is {shown(budget)}"
+        right = budget in (None, "auto") or (is_number(budget) and float(budget) > 0)
+        require(right, f"{what}; it must be 'auto', a number above 0, or left out")
+        how = "chosen; say num_draft_tokens or tree_nodes" if chosen else "given; give a number"
+        right = budget is None or (budget == "auto") == chosen
+        require(right, f"{what} and the shape of blocks is {how}, or leave it out")
         choices(self, draft_sampling=DraftSampling)
         ranges(self, ("pipeline_depth", lambda depth: depth in (0, 1), "it must be 0 or 1"))
 

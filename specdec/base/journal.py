@@ -102,11 +102,8 @@ class Journal:
         if head.get("schema") != _schema(self._command) or not known:
             raise self._foreign(path)
         before = head["settings"]
-        differing = [
-            name
-            for name in sorted(before.keys() | self._settings)
-            if before.get(name) != self._settings.get(name)
-        ]
+        names = sorted(before.keys() | self._settings)
+        differing = [name for name in names if before.get(name) != self._settings.get(name)]
         if differing:
             name = differing[0]
             raise InvalidInputError(
@@ -116,11 +113,8 @@ class Journal:
             )
 
     def _parse(self, path: Path, number: int, line: bytes) -> dict[str, Any]:
-        way_out = (
-            "delete that line to run its sample again"
-            if number > 1
-            else "choose another place with --out"
-        )
+        way_out = "choose another place with --out"
+        way_out = "delete that line to run its sample again" if number > 1 else way_out
         try:
             entry = parse_json(line, strict=False)  # log-probabilities may be infinite
         except ValueError as error:

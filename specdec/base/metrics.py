@@ -18,13 +18,8 @@ PREDICTED = -1
 _BY_STEP = ("num_drafted", "num_accepted", "num_emitted", "tree_sizes", "parts")
 _TOTALS = ("num_drafted", "num_verified", "num_accepted", "num_emitted")
 _FIGURES: tuple[str, ...] = ("tau", "mean_accepted", "acceptance_rate", "num_offered", "histogram")
-_FIGURES += (
-    "drafted_histogram",
-    "verified_by_slot",
-    "steps_by_shape",
-    "num_by_rank",
-    "share_by_rank",
-)
+_FIGURES += ("drafted_histogram", "verified_by_slot", "steps_by_shape")
+_FIGURES += ("num_by_rank", "share_by_rank")
 
 
 @dataclass(frozen=True, slots=True)

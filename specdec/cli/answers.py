@@ -200,11 +200,8 @@ def _line_job(
 
 def _request_jobs(request: Any, sampling: SamplingParams, engine: Any) -> list[Any]:
     """Jobs of a request of a batch file; changed options hold where it says nothing."""
-    given = {
-        one.name: getattr(sampling, one.name)
-        for one in fields(SamplingParams)
-        if getattr(sampling, one.name) != one.default
-    }
+    values = {one.name: (getattr(sampling, one.name), one.default) for one in fields(sampling)}
+    given = {name: value for name, (value, default) in values.items() if value != default}
     if not hasattr(engine, "verifier"):  # where it is, the rest is looked at
         made: list[Any] = request.jobs(engine.reader, SamplingDefaults(), given, 2**31 - 1)
         return made

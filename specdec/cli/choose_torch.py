@@ -54,11 +54,8 @@ def installed_torch() -> TorchBuild | None:
 def link(environment: Path, build: TorchBuild | None) -> None:
     """Makes a ROCm build of this Python importable in `environment`, behind its own."""
     if build is not None and build.hip:
-        packages = Path(
-            sysconfig.get_path(
-                "purelib", "venv", {"base": str(environment), "platbase": str(environment)}
-            )
-        )
+        bases = dict.fromkeys(("base", "platbase"), str(environment))
+        packages = Path(sysconfig.get_path("purelib", "venv", bases))
         # As a folder of packages in its own right, since a ROCm build may come with path files.
         line = f"import site; site.addsitedir({str(build.folder)!r})\n"
         write_text(packages / "rocm_torch.pth", line)

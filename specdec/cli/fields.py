@@ -149,11 +149,9 @@ def add_options(
                 options["nargs"] = nargs or "+"
             elif kind.many:
                 options |= {"action": "append", "default": []}
-        text, none = (
-            (field.metadata["help"], "")
-            if "help" in field.metadata
-            else docs.get(field.name, ("", ""))
-        )
+        text, none = docs.get(field.name, ("", ""))
+        if "help" in field.metadata:
+            text, none = field.metadata["help"], ""
         text += ", such as 512M or 2G" if kind.size else ""
         text += (
             "; may be several" if "nargs" in options else "; may be repeated" if kind.many else ""

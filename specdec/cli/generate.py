@@ -114,11 +114,8 @@ def _say_carried(prompts: Sequence[Prompt], *, as_json: bool) -> None:
     """One line about fields of a file that change no answer."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.carried)
     if names:
-        way = (
-            "are carried along to the answers"
-            if as_json
-            else "are left out, and carried along with --json"
-        )
+        way = "are left out, and carried along with --json"
+        way = "are carried along to the answers" if as_json else way
         print(f"specdec: fields that change no answer {way}: {', '.join(names)}", file=sys.stderr)
 
 

@@ -267,21 +267,12 @@ def _join_torchrun(namespace: argparse.Namespace) -> None:
 
 def _overview() -> Parser:
     width = max(len(verb.name) for verb in VERBS)
-    lines = [f"  {verb.name:<{width}}  {verb.summary}" for verb in VERBS]
-    parser = Parser(
-        "specdec",
-        usage="specdec COMMAND ...",
-        description="Speculative decoding: exactly the output of the target model, sooner.",
-        epilog="\n".join(
-            ["commands:", *lines, "", "specdec COMMAND --help lists the options of a command."]
-        ),
-    )
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"specdec {__version__}",
-        help="show the version and exit",
-    )
+    lines = ["commands:", *(f"  {verb.name:<{width}}  {verb.summary}" for verb in VERBS)]
+    lines += ["", "specdec COMMAND --help lists the options of a command."]
+    parser = Parser("specdec", usage="specdec COMMAND ...", epilog="\n".join(lines))
+    parser.description = "Speculative decoding: exactly the output of the target model, sooner."
+    version: Any = {"version": f"specdec {__version__}", "help": "show the version and exit"}
+    parser.add_argument("--version", action="version", **version)
     return parser
 
 

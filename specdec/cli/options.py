@@ -60,11 +60,8 @@ def model_options(parser: argparse.ArgumentParser, *, several: Collection[str] =
 
 def revision_option(group: argparse._ActionsContainer) -> None:
     """The option for the revision of the target, which `specdec.cli.main` puts behind its name."""
-    group.add_argument(
-        "--revision",
-        metavar="NAME",
-        help="branch, tag or commit of the target on the hub, as in owner/name@NAME",
-    )
+    what = "branch, tag or commit of the target on the hub, as in owner/name@NAME"
+    group.add_argument("--revision", metavar="NAME", help=what)
 
 
 def engine_options(
@@ -97,14 +94,9 @@ def ray_options(parser: argparse.ArgumentParser) -> None:
 
 def ray_option(group: argparse._ArgumentGroup, purpose: str) -> None:
     """The option that names a cluster."""
-    group.add_argument(
-        "--ray",
-        nargs="?",
-        const="",
-        metavar="ADDRESS",
-        help=f"{purpose}: the one at ADDRESS, else that of this machine or of RAY_ADDRESS, else a"
-        f" new one here",
-    )
+    which = "the one at ADDRESS, else that of this machine or of RAY_ADDRESS, else a new one here"
+    about = f"{purpose}: {which}"
+    group.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help=about)
 
 
 def cluster_config(args: argparse.Namespace) -> ClusterConfig:

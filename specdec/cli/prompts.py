@@ -95,11 +95,8 @@ def model_inputs(
     """
     if not raw and getattr(tokenizer, "chat_template", None):
         return [_as_chat(prompt, system) for prompt in prompts]
-    reason = (
-        "--raw turns it off; drop --raw"
-        if raw
-        else "the tokenizer of this model has none; give plain text"
-    )
+    reason = "the tokenizer of this model has none; give plain text"
+    reason = "--raw turns it off; drop --raw" if raw else reason
     if system is not None:
         raise InvalidInputError(f"--system needs a chat template, but {reason}")
     texts: list[str | Messages] = []
@@ -113,11 +110,9 @@ def model_inputs(
 
 
 def _as_chat(prompt: Prompt, system: str | None) -> Messages:
-    messages = (
-        [{"role": "user", "content": prompt.content}]
-        if isinstance(prompt.content, str)
-        else prompt.content
-    )
+    messages = prompt.content
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
     if system is None:
         return messages
     if messages[0]["role"] == "system":

@@ -158,18 +158,11 @@ class ResultWriter:
         record |= {f"given_{key}" if key in _OWN else key: value for key, value in carried.items()}
         if result is None:
             return record | {"finish_reason": "cancelled"}
-        return record | {
-            "finish_reason": result.finish_reason,
-            "error": result.error,
-            "token_ids": result.token_ids,
-            "logprobs": result.logprobs,
-            "top_logprobs": result.top_logprobs,
-            "prompt_logprobs": result.prompt_logprobs,
-            "prompt_top_logprobs": result.prompt_top_logprobs,
-            "num_prompt_tokens": len(result.prompt_token_ids),
-            "seed": result.seed,
-            "stats": result.stats.to_dict(),
-        }
+        names = ["finish_reason", "error", "token_ids", "logprobs", "top_logprobs"]
+        names += ["prompt_logprobs", "prompt_top_logprobs"]
+        record |= {name: getattr(result, name) for name in names}
+        record |= {"num_prompt_tokens": len(result.prompt_token_ids), "seed": result.seed}
+        return record | {"stats": result.stats.to_dict()}
 
 
 def shorten(text: str, width: int) -> str:

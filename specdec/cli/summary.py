@@ -24,10 +24,8 @@ def counted(number: int, noun: str) -> str:
 def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
     """The drafter and the shape of its drafts in a few words."""
     shapes = decoder.engine.planner.shapes
-    chains, trees = (
-        [shape.drafts for shape in shapes if shape.is_tree == of_trees]
-        for of_trees in (False, True)
-    )
+    chains = [shape.drafts for shape in shapes if not shape.is_tree]
+    trees = [shape.drafts for shape in shapes if shape.is_tree]
     at_most = "up to " if len(shapes) > 1 else ""
     parts = [f"k {at_most or '= '}{max(chains)}"] if any(chains) else []
     parts += [f"trees of {at_most}{max(trees)} drafts"] if trees else []
@@ -46,22 +44,18 @@ def format_timing(timer: StepTimer) -> str:
         percent = 100 * seconds / total if total else 0
         return f"  {name:<13}{seconds:>9.3f}{per_step:>14.3f}{percent:>9.1f}%"
 
-    return "\n".join(
-        [
-            f"  {'phase':<13}{'seconds':>9}{'ms per step':>14}{'share':>10}",
-            *(row(name, timer.totals[name]) for name in sorted(timer.totals, key=PHASES.index)),
-            row("total", total) + f"   {counted(timer.num_steps, 'step')}",
-            row("engine's own", own) + f"   all but {', '.join(MODEL_PHASES)}",
-            *([f"  drafts offered: {_by_shape(timer)}"] if timer.steps_by_shape else []),
-        ]
-    )
+    lines = [f"  {'phase':<13}{'seconds':>9}{'ms per step':>14}{'share':>10}"]
+    lines += (row(name, timer.totals[name]) for name in sorted(timer.totals, key=PHASES.index))
+    lines.append(row("total", total) + f"   {counted(timer.num_steps, 'step')}")
+    lines.append(row("engine's own", own) + f"   all but {', '.join(MODEL_PHASES)}")
+    if timer.steps_by_shape:
+        lines.append(f"  drafts offered: {_by_shape(timer)}")
+    return "\n".join(lines)
 
 
 def _by_shape(timer: StepTimer) -> str:
-    return ", ".join(
-        f"{shape} in {counted(count, 'step')}"
-        for shape, count in sorted(timer.steps_by_shape.items())
-    )
+    shapes = sorted(timer.steps_by_shape.items())
+    return ", ".join(f"{shape} in {counted(count, 'step')}" for shape, count in shapes)
 
 
 def format_summary(by_index: dict[int, GenerationResult], seconds: float, drafts: str) -> str:

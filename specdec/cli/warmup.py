@@ -54,11 +54,8 @@ def run(args: argparse.Namespace) -> int:
             launch_shape(decoder.engine, sampling, index)
         except KeyboardInterrupt:
             bar.close()
-            print(
-                f"specdec: {index} of {len(shapes)} shapes are warm; the same command goes on from"
-                f" there",
-                file=sys.stderr,
-            )
+            done = f"{index} of {len(shapes)} shapes are warm"
+            print(f"specdec: {done}; the same command goes on from there", file=sys.stderr)
             raise
         except Exception as error:  # whatever a compiler or a kernel raises: the others may work
             num_failed += 1

@@ -57,11 +57,11 @@ class Calls:
             )
         wrong = [name for name, _ in self.functions if not NAME.fullmatch(name)]
         if wrong or not self.functions:
-            raise InvalidInputError(
-                f"the function is called {wrong[0][:80]!r}; give 1 to 64 letters, digits, _ . or -"
-                if wrong
-                else "there is no function to call; give one"
-            )
+            message = "there is no function to call; give one"
+            if wrong:
+                what = f"the function is called {wrong[0][:80]!r}"
+                message = f"{what}; give 1 to 64 letters, digits, _ . or -"
+            raise InvalidInputError(message)
 
     @property
     def text(self) -> str:
@@ -113,14 +113,10 @@ class Calls:
 def _read(text: str) -> Calls:
     try:
         given = json.loads(text)
-        return Calls(
-            **{
-                **given,
-                "functions": tuple((str(name), str(schema)) for name, schema in given["functions"]),
-                "markers": {str(name): int(one) for name, one in given["markers"].items()},
-                "answer": given["answer"] and tuple(map(str, given["answer"])),
-            }
-        )
+        pairs = tuple((str(name), str(schema)) for name, schema in given["functions"])
+        markers = {str(name): int(one) for name, one in given["markers"].items()}
+        answer = given["answer"] and tuple(map(str, given["answer"]))
+        return Calls(**given | {"functions": pairs, "markers": markers, "answer": answer})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         what = f"a grammar of kind calls is not of its form ({one_line(error)})"
         raise InvalidInputError(f"{what}; make it with Grammar.calls") from error
@@ -167,12 +163,11 @@ class _CallFormat:
         """An output: a group of calls, or an answer."""
         asked, form, literal = self._asked, self._form, self._literal
         before, behind = form.begin.split("{name}")
-        call = _either(
-            *(
-                _row(literal(name + behind), self._arguments(schema), literal(form.end))
-                for name, schema in asked.functions
-            )
+        calls = (
+            _row(literal(name + behind), self._arguments(schema), literal(form.end))
+            for name, schema in asked.functions
         )
+        call = _either(*calls)
         again = _any(literal(form.between + before), call)
         several = [again] if asked.parallel and form.parallel else []
         group, begin = _row(call, *several, literal(form.closing)), form.opening + before
@@ -224,12 +219,11 @@ class _CallFormat:
     def _literal(self, text: str) -> Format:
         markers = self._asked.markers
         parts = enumerate(split_at(text, markers))
-        return _row(
-            *(
-                _format("token", token=markers[part]) if place % 2 else _text(part)
-                for place, part in parts
-            )
+        texts = (
+            _format("token", token=markers[part]) if place % 2 else _text(part)
+            for place, part in parts
         )
+        return _row(*texts)
 
     def _arguments(self, schema: str) -> Format:
         """The arguments of a function."""

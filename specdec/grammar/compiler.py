@@ -199,14 +199,10 @@ class GrammarCompiler:
             read = self._read
             # Special tokens would pass as the text that they are written with, such as <s> in a
             # string, and decoding leaves them out.
-            texts = [
-                MARKER.encode()
-                if token in markers
-                else b""
-                if token in self._special_token_ids
-                else text
-                for token, text in enumerate(read.decoded_vocab)
-            ]
+            others = dict.fromkeys(self._special_token_ids, b"")
+            others |= dict.fromkeys(markers, MARKER.encode())
+            vocabulary = enumerate(read.decoded_vocab)
+            texts = [others.get(token, text) for token, text in vocabulary]
             info = xgrammar.TokenizerInfo(
                 texts,
                 xgrammar.VocabType.RAW,

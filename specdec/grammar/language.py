@@ -88,11 +88,9 @@ class Algebra:
         """One so many times."""
         if most == 0 or part == self.empty or (part == self.nothing and not least):
             return self.empty
-        return (
-            part
-            if (least, most) == (1, 1) or part == self.nothing
-            else self._kept("repeat", part, least, most)
-        )
+        if (least, most) == (1, 1) or part == self.nothing:
+            return part
+        return self._kept("repeat", part, least, most)
 
     def _flat(self, kind: str, parts: Iterable[Expression]) -> set[Expression]:
         found: set[Expression] = set()

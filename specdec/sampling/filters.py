@@ -75,11 +75,8 @@ def _filter_top_p(scores: Tensor, sampling: SamplingTensors) -> Tensor:
 def _below_by_sorting(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
     """bool [..., V]: scores below that at which mass int64 [..., V] exceeds `spare`."""
     ordered, token_ids = scores.sort(dim=-1)
-    first = (
-        (mass.gather(-1, token_ids).cumsum(dim=-1) <= spare)
-        .sum(dim=-1, keepdim=True)
-        .clamp(max=scores.shape[-1] - 1)
-    )
+    within = mass.gather(-1, token_ids).cumsum(dim=-1) <= spare
+    first = within.sum(dim=-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
     return scores < ordered.gather(-1, first)
 
 

@@ -36,11 +36,8 @@ class Logprobs(NamedTuple):
     def along(self, path: Tensor) -> Logprobs:
         """Log-probabilities of the rows `path` int64 [num_reqs, depth + 1] of [num_reqs, k + 1]."""
         places = path[..., None].expand(-1, -1, self.top_ids.shape[-1])
-        return Logprobs(
-            self.values.gather(1, path),
-            self.top_ids.gather(1, places),
-            self.top_values.gather(1, places),
-        )
+        tops = (of.gather(1, places) for of in (self.top_ids, self.top_values))
+        return Logprobs(self.values.gather(1, path), *tops)
 
     def packed(self) -> Tensor:
         """int64 [..., n * (1 + 2 * m)]: of each token the value, then the likeliest tokens, then
@@ -59,12 +56,8 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, top: int) -> Logprobs:
         token_ids: int64 [..., n].
         top: how many of the likeliest come along.
     """
-    parts = [
-        _of_rows(*rows, top)
-        for rows in zip(
-            logits.flatten(0, -2).split(ROWS), token_ids.flatten().split(ROWS), strict=True
-        )
-    ]
+    rows = zip(logits.flatten(0, -2).split(ROWS), token_ids.flatten().split(ROWS), strict=True)
+    parts = [_of_rows(*some, top) for some in rows]
     values, top_ids, top_values = (torch.cat(some) for some in zip(*parts, strict=True))
     shape = token_ids.shape
     return Logprobs(values.view(shape), top_ids.view(*shape, -1), top_values.view(*shape, -1))

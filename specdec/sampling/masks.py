@@ -28,11 +28,8 @@ class TokenMasks:
     def empty(cls, num_reqs: int, rows: int, vocab_size: int, memory: Tensor) -> TokenMasks:
         """Masks of no request yet, with room for all: in `memory`, int32 [any], or beside it."""
         shape = (num_reqs, rows, -(-vocab_size // 32))
-        words = (
-            memory[: prod(shape)].view(shape)
-            if len(memory) >= prod(shape)
-            else memory.new_empty(shape)
-        )
+        fits = len(memory) >= prod(shape)
+        words = memory[: prod(shape)].view(shape) if fits else memory.new_empty(shape)
         return cls(words, torch.full((num_reqs,), -1, dtype=torch.int64, device=memory.device))
 
 
@@ -54,11 +51,8 @@ def mask_logits(logits: Tensor, masks: TokenMasks) -> None:
 def _mask_logits(logits: Tensor, masks: TokenMasks) -> None:
     """`mask_logits` in plain torch."""
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    refused = (
-        ((~masks.words).view(torch.uint8)[..., None] >> bits & 1)
-        .flatten(-2)
-        .bool()[..., : logits.shape[-1]]
-    )
+    refused = (~masks.words).view(torch.uint8)[..., None] >> bits & 1
+    refused = refused.flatten(-2).bool()[..., : logits.shape[-1]]
     free = (masks.places < 0)[:, None, None]
     logits.masked_fill_(refused.index_select(0, masks.places.clamp(min=0)) & ~free, -torch.inf)
 

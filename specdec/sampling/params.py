@@ -183,11 +183,8 @@ class SamplingParams:
             len(ids) <= MAX_EDITS,
             f"stop_token_ids has {len(ids):,} entries and the limit is {MAX_EDITS}; give fewer",
         )
-        object.__setattr__(
-            self,
-            "stop_token_ids",
-            tuple(as_integer("one of stop_token_ids", token) for token in ids),
-        )
+        ids = tuple(as_integer("one of stop_token_ids", token) for token in ids)
+        object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         least = 1 if self.prompt_logprobs is None else 0
         require(
@@ -201,28 +198,19 @@ class SamplingParams:
             f" being the most",
         )
         named = len(self.logit_bias) + (len(self.stop_token_ids) if self.min_tokens else 0)
-        require(
-            named <= MAX_EDITS,
-            f"logit_bias, and stop_token_ids until min_tokens, name {named} tokens; they may name"
-            f" {MAX_EDITS} together",
-        )
+        what = f"logit_bias, and stop_token_ids until min_tokens, name {named} tokens"
+        require(named <= MAX_EDITS, f"{what}; they may name {MAX_EDITS} together")
         if not isinstance(self.grammar, Grammar | None):
             what = f"grammar is {shown(self.grammar)}"
             ways = "Grammar.json_schema, regex, choice, ebnf or json_object"
             raise InvalidInputError(f"{what}; make one with {ways}")
         ends = "ignore_eos" if self.ignore_eos else "min_tokens" if self.min_tokens else ""
-        require(
-            self.grammar is None
-            or self.thinking_token_budget is None
-            or self.grammar_after_thinking is not False,
-            "grammar_after_thinking is false with a thinking_token_budget; a grammar for the"
-            " thinking says itself where that ends, so leave out one of the two",
-        )
-        require(
-            self.grammar is None or not ends,
-            f"{ends} is asked for with a grammar, which says itself where the output may end; leave"
-            f" out one of the two",
-        )
+        free = self.thinking_token_budget is None or self.grammar_after_thinking is not False
+        what = "grammar_after_thinking is false with a thinking_token_budget"
+        why = "a grammar for the thinking says itself where that ends, so leave out one of the two"
+        require(self.grammar is None or free, f"{what}; {why}")
+        what = f"{ends} is asked for with a grammar, which says itself where the output may end"
+        require(self.grammar is None or not ends, f"{what}; leave out one of the two")
         require(
             all(self.stop),
             "stop holds an empty string, which would end every output at once; remove it",

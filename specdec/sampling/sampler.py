@@ -77,11 +77,8 @@ def check_sampler(device: torch.device) -> Deviation:
     moved = [tensor.to(device) for tensor in (logits, sampling.floats, sampling.ints, positions)]
     token_ids, finite = triton_sampler.sample(*moved, filtered=True)
     noise = gumbel(stream(sampling.seeds, positions, Purpose.SAMPLE), logits.shape[-1])
-    scores = torch.where(
-        sampling.temperature[:, None, None] == 0,
-        logits.float(),
-        filtered_scores(logits, sampling) + noise,
-    )
+    greedy, drawn = sampling.temperature[:, None, None] == 0, filtered_scores(logits, sampling)
+    scores = torch.where(greedy, logits.float(), drawn + noise)
     missing = scores.amax(-1) - scores.gather(-1, token_ids.cpu()[..., None]).squeeze(-1)
     return Deviation(
         float(missing.max()) if finite.all() else math.inf,
@@ -108,8 +105,5 @@ def sample_from(probs: Tensor, u: Tensor) -> Tensor:
     total = cumulative[..., -1:]
     # Staying below the total keeps the search off zeros at the end of a row.
     target = torch.minimum(u[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return (
-        torch.searchsorted(cumulative, target, right=True)
-        .squeeze(-1)
-        .clamp(max=probs.shape[-1] - 1)
-    )
+    found = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return found.clamp(max=probs.shape[-1] - 1)

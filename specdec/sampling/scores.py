@@ -57,11 +57,8 @@ def penalized(
     if sampling.counts is not None:
         ours = counted & (positions >= sampling.firsts[:, None])[:, None, :]
         fed = tokens[:, None, :].expand_as(ours)
-        counts = (
-            sampling.counts[:, None, :]
-            .repeat(1, tokens.shape[1], 1)
-            .scatter_add_(-1, fed, ours.int())
-        )
+        counts = sampling.counts[:, None, :].repeat(1, tokens.shape[1], 1)
+        counts.scatter_add_(-1, fed, ours.int())
         frequency, presence = (
             x[:, None, None] for x in (sampling.frequency_penalty, sampling.presence_penalty)
         )
@@ -106,11 +103,8 @@ def _counted(tokens: Tensor, tree: DraftTree | None) -> Tensor:
     """bool [num_reqs or 1, n, n]: tokens of the block that each row has before it, or is fed."""
     width = tokens.shape[1]
     if tree is None:
-        return (
-            torch.ones(1, width, width, dtype=torch.bool, device=tokens.device)
-            .tril()
-            .expand(len(tokens), -1, -1)
-        )
+        seen = torch.ones(1, width, width, dtype=torch.bool, device=tokens.device).tril()
+        return seen.expand(len(tokens), -1, -1)
     drafts = torch.arange(width - 1, device=tokens.device)
     above = F.pad((tree.ancestors[..., None] >> drafts) & 1, (0, 0, 1, 0))  # of the anchor no draft
     return F.pad(above, (1, 0), value=1).bool()

@@ -174,11 +174,10 @@ def checkpoint_folder(
         place = _place(name, what)
         if snapshot is not None:
             place = place._replace(revision=revision_of(snapshot) or place.revision)
-        folder = (
-            _of_gguf(place, str(name), what)
-            if place.names_gguf
-            else _of_files(place, str(name), what, weights)
-        )
+        if place.names_gguf:
+            folder = _of_gguf(place, str(name), what)
+        else:
+            folder = _of_files(place, str(name), what, weights)
     _FOUND[str(name)] = folder
     return folder
 
@@ -362,11 +361,8 @@ def _place(name: str | Path, what: str) -> _Place:
     Raises:
         CheckpointError: it can be no name on the hub.
     """
-    match = (
-        None
-        if isinstance(name, Path) or os.path.exists(os.path.expanduser(name))
-        else _NAME.fullmatch(name)
-    )
+    is_path = isinstance(name, Path) or os.path.exists(os.path.expanduser(name))
+    match = None if is_path else _NAME.fullmatch(str(name))
     if str(name).endswith(".gguf") and (match is None or match[2] is None):
         way_out = "check the path, or name one on the hub as owner/name:file.gguf"
         raise CheckpointError(f"{what} {str(name)!r} is no file; {way_out}")
@@ -388,17 +384,10 @@ def _fetched(place: _Place, name: str, what: str, patterns: tuple[str, ...]) -> 
         f"{root}*/{one}" for one in patterns if one != "*.jinja"
     ]
     allowed = [f"{root}{one}" for one in patterns]
+    wanted: Any = {"allow_patterns": allowed, "ignore_patterns": ignored}
     try:
-        folder = place.inside(
-            Path(
-                snapshot_download(
-                    place.repo,
-                    revision=place.revision,
-                    allow_patterns=allowed,
-                    ignore_patterns=ignored,
-                )
-            )
-        )
+        snapshot = snapshot_download(place.repo, revision=place.revision, **wanted)
+        folder = place.inside(Path(snapshot))
     except LocalEntryNotFoundError as error:  # also where some of the files are not in the cache
         cached, weights = place.cached, not {*_WEIGHTS, *_PICKLES}.isdisjoint(patterns)
         if cached is None or (weights and not _has_weights(cached)):

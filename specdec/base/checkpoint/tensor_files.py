@@ -97,12 +97,8 @@ class TensorFiles:
         """
         if piece is None:
             return self._asked(name, lambda handle: handle.get_tensor(name))
-        return self._asked(
-            name,
-            lambda handle: handle.get_slice(name)[
-                (slice(None),) * axis + (slice(piece.start, piece.stop),)
-            ],
-        )
+        part = (slice(None),) * axis + (slice(piece.start, piece.stop),)
+        return self._asked(name, lambda handle: handle.get_slice(name)[part])
 
     def shape(self, name: str) -> list[int]:
         """Shape of one tensor; errors are those of `read`."""

@@ -161,11 +161,8 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
     from specdec.base.config import DEFAULT_BLOCK_SIZE, LoadConfig
     from specdec.device.device import cache_dtype, resolve_device, resolve_dtype
 
-    given = {
-        name: value
-        for name, value in vars(args).items()
-        if value is not None and value is not False
-    }
+    options = vars(args).items()
+    given = {name: one for name, one in options if one is not None and one is not False}
     for name, value in given.items():
         if isinstance(value, int) and value < 1:
             raise InvalidInputError(f"{_option(name)} is {value}; it must be at least 1")
@@ -186,18 +183,11 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
         "cache_dtype": cache_dtype(load.kv_dtype, device),
     }
     if not latent:
-        return AttentionSpec(
-            **common,
-            num_kv_heads=size["kv_heads"],
-            head_dim=size["head_dim"],
-            windows=frozenset({None, args.window}),
-            sinks=bool(args.sinks),
-        )
-    indexer = (
-        IndexerSpec(size["index_n_heads"], size["index_head_dim"], size["index_topk"])
-        if indexed
-        else None
-    )
+        common |= {"num_kv_heads": size["kv_heads"], "head_dim": size["head_dim"]}
+        windows = frozenset({None, args.window})
+        return AttentionSpec(**common, windows=windows, sinks=bool(args.sinks))
+    sizes_of = (size["index_n_heads"], size["index_head_dim"], size["index_topk"])
+    indexer = IndexerSpec(*sizes_of) if indexed else None
     sizes = {name: size[name] for name in _LATENT if name != "heads"}
     return MlaSpec(**common, **sizes, indexer=indexer, fp8_prefill=load.prefill_dtype == "auto")
 

@@ -63,21 +63,14 @@ def run_model(args: argparse.Namespace) -> int:
             f"{usual:,} tokens, whose cache takes"
             f" {_gigabytes(usual * needs.token_bytes + needs.request_bytes)}"
         )
-        further = (
-            f"; its RoPE goes to {extended:,} with --max-model-len"
-            if extended > usual
-            else ", and no more"
-            if most
-            else ""
-        )
+        further = ", and no more" if most else ""
+        if extended > usual:
+            further = f"; its RoPE goes to {extended:,} with --max-model-len"
         _say("context", longest + further)
     place = "GPU" if args.gpu_memory is not None or device.type == "cuda" else "machine"
     if needs.weights:
-        _say(
-            "weights",
-            f"{_gigabytes(needs.weights)}, stored as"
-            f" {needs.stored}{' and plain here' if needs.unpacked else ''}",
-        )
+        plain = " and plain here" if needs.unpacked else ""
+        _say("weights", f"{_gigabytes(needs.weights)}, stored as {needs.stored}{plain}")
         several = "s" if needs.gpus > 1 else ""
         _say("memory", f"{needs.gpus} {place}{several} of {_gigabytes(memory)}")
     if needs.ranks and place == "GPU":
@@ -119,11 +112,8 @@ def _ranks(needs: Any) -> str:
     """Among how many GPUs the target can be divided, and what each has of its weights then."""
     further = [f"{_gigabytes(size)} on {count}" for count, size in needs.ranks.items() if count > 1]
     if not further:
-        why = (
-            "its layers are not divided"
-            if needs.runs_on == "our own layers"
-            else "transformers' modules are not divided"
-        )
+        ours = needs.runs_on == "our own layers"
+        why = "its layers are not divided" if ours else "transformers' modules are not divided"
         return f"one GPU alone, since {why}"
     return f"weights of a GPU: {', '.join(further)} (--tensor-parallel)"
 

@@ -137,12 +137,8 @@ def _captured_step(spec: AttentionSpec) -> Kind:
         )
     except SpecDecError as error:
         return Kind("captured_step", (), [str(error)], None)
-    return Kind(
-        "captured_step",
-        (verifier.attention.name,),
-        [],
-        partial(check_captured_step, SpecEngine, verifier),
-    )
+    check = partial(check_captured_step, SpecEngine, verifier)
+    return Kind("captured_step", (verifier.attention.name,), [], check)
 
 
 def _described(verdict: Verdict) -> str:

@@ -110,11 +110,8 @@ def named(letter: str) -> Characters:
     if letter == ".":
         return Characters(others(_of_text("\n\r\u2028\u2029")), others(_of_text("\n")))
     python = _of_text("".join(re.findall(rf"\{letter}", "".join(map(chr, range(LOOKED_AT))))))
-    ecma = _of_text(
-        ECMA_SPACES
-        if letter == "s"
-        else "".join(re.findall(rf"(?a:\{letter})", "".join(map(chr, range(128)))))
-    )
+    ascii_ones = "".join(re.findall(rf"(?a:\{letter})", "".join(map(chr, range(128)))))
+    ecma = _of_text(ECMA_SPACES if letter == "s" else ascii_ones)
     return Characters(
         both(python, ecma),
         ranges([*python, *ecma, *([(LOOKED_AT, LAST)] if letter == "w" else [])]),

@@ -147,11 +147,8 @@ def parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The schemas within one that is of its form, by where they stand in it."""
     for keyword in MANY:
         some = schema.get(keyword)
-        yield from (
-            ((f"{keyword}/{name}", part) for name, part in some.items())
-            if isinstance(some, Mapping)
-            else ()
-        )
+        named = some.items() if isinstance(some, Mapping) else ()
+        yield from ((f"{keyword}/{name}", part) for name, part in named)
     for keyword in (*SEVERAL, "items"):
         rows = schema.get(keyword)
         if isinstance(rows, list):

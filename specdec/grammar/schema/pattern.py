@@ -232,13 +232,8 @@ class _Reader:
         elif sign in CONTROLS:
             sign = CONTROLS[sign]
         elif not sign or (sign.isascii() and sign.isalnum()):
-            what = (
-                "a word boundary"
-                if sign in ("b", "B")
-                else "a back-reference"
-                if sign.isdigit()
-                else "the escape"
-            )
+            what = "a back-reference" if sign.isdigit() else "the escape"
+            what = "a word boundary" if sign in ("b", "B") else what
             raise self._wrong(f"{what} \\{sign}")
         self._place += 2
         return self._literal(sign)

@@ -275,17 +275,11 @@ class _Reader:
         types = types_of(schema)
         if not types:
             for name in ("string", "number"):
-                words = [
-                    one
-                    for one in OF_TYPE[name]
-                    if one in schema and (one != "format" or schema[one] in FORMATS)
-                ]
+                words = [one for one in OF_TYPE[name] if one in schema]
+                words = [one for one in words if one != "format" or schema[one] in FORMATS]
                 self._refuse_all(f"{keyword} without a type at {path}" for keyword in words)
-            types = [
-                name
-                for name in ("array", "object")
-                if any(keyword in schema for keyword in OF_TYPE[name])
-            ]
+            kinds = ("array", "object")
+            types = [name for name in kinds if not schema.keys().isdisjoint(OF_TYPE[name])]
         self._found.counts |= not COUNTS.isdisjoint(schema)
         families = {"number" if name == "integer" else name for name in types}
         made: dict[str, Any] = {"type": types if len(types) > 1 else types[0]} if types else {}
@@ -294,12 +288,8 @@ class _Reader:
             for keyword in own.keys() & {*COUNTS, "minItems", "maxItems"}:
                 own[keyword] = int(min(own[keyword], MAX_COUNT))
             if family in families and own:
-                read = {
-                    "string": self._string,
-                    "number": self._number,
-                    "array": self._array,
-                    "object": self._object,
-                }
+                read = {"string": self._string, "number": self._number}
+                read |= {"array": self._array, "object": self._object}
                 made |= read[family](own, types, path, depth)
         return {"enum": made["enum"]} if "enum" in made else made
 

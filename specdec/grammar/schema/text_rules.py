@@ -70,13 +70,9 @@ class Text:
             if states:
                 break
         else:
-            asked = " and ".join(
-                [
-                    *map(repr, self.patterns),
-                    *(["the length"] if length != algebra.everything else []),
-                ]
-            )
-            raise InvalidInputError(f"no text meets {asked[:200]}")
+            asked = [*map(repr, self.patterns)]
+            asked += ["the length"] if length != algebra.everything else []
+            raise InvalidInputError(f"no text meets {' and '.join(asked)[:200]}")
         names = {state: f"{name}_{number}" for number, state in enumerate(states)}
         made = []
         for state, steps in states.items():
@@ -91,11 +87,8 @@ class Text:
         except TooManyStates:
             if not self.patterns:
                 raise
-            logger.warning(
-                "a JSON schema asks for more than outputs are held to: a format beside the pattern"
-                " %s",
-                self.patterns[0],
-            )
+            text = "a JSON schema asks for more than outputs are held to: a format beside"
+            logger.warning(f"{text} the pattern %s", self.patterns[0])
             return replace(self, formats=()).rules(name)
 
     def _written(self, node: Node) -> str:
@@ -107,11 +100,8 @@ class Text:
                 inner = self._written(part)
                 if not inner or most == 0:
                     return ""
-                count = (
-                    f"{{{least}}}"
-                    if least == most
-                    else f"{{{least},{'' if most is None else most}}}"
-                )
+                upto = "" if most is None else most
+                count = f"{{{least}}}" if least == most else f"{{{least},{upto}}}"
                 return (inner if isinstance(part, Characters) else f"({inner})") + SIGNS.get(
                     (least, most), count
                 )
@@ -182,10 +172,6 @@ def _class(spans: Ranges) -> str:
 
 def _sign(code: int) -> str:
     sign = chr(code)
-    return (
-        sign
-        if sign.isascii() and sign.isalnum()
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )
+    if sign.isascii() and sign.isalnum():
+        return sign
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

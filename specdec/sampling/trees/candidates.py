@@ -62,17 +62,8 @@ def candidates(
         from specdec.sampling.trees import triton_candidates  # it imports Triton
 
         floats, ints = sampling.floats, sampling.ints
-        return triton_candidates.candidates(
-            logits,
-            floats,
-            ints,
-            positions,
-            count,
-            weights,
-            target_ids,
-            sampled=sampled,
-            filtered=filtered,
-        )
+        tensors, how = (logits, floats, ints, positions), (count, weights, target_ids)
+        return triton_candidates.candidates(*tensors, *how, sampled=sampled, filtered=filtered)
     if not sampled and logits.device.type == "cpu" and logits.dtype == torch.bfloat16:
         library = native()
         if library is not None and count <= logits.shape[-1]:
@@ -110,11 +101,8 @@ def plain_candidates(
         scores = torch.where(
             greedy[:, None], rows.float(), filtered_scores(logits, sampling).flatten(0, 1)
         )
-        a, b = (
-            (torch.ones_like(greedy, dtype=torch.float32),) * 2
-            if weights is None
-            else weights.flatten(1)
-        )
+        ones = torch.ones_like(greedy, dtype=torch.float32)
+        a, b = (ones, ones) if weights is None else weights.flatten(1)
         a, b = torch.where(greedy, 1.0, a)[:, None], torch.where(greedy, 0.0, b)[:, None]
         tokens, bits = (
             vocab_size if target_ids is None else target_ids,
@@ -227,11 +215,8 @@ def off(
     def largest(wanted: Tensor) -> float:
         return float(torch.where(wanted == logprobs, 0.0, wanted - logprobs).abs().max())
 
-    bound = (
-        64
-        * torch.finfo(torch.float32).eps
-        * float(scores.abs().where(scores > -torch.inf, 0.0).amax())
-    )
+    highest = float(scores.abs().where(scores > -torch.inf, 0.0).amax())
+    bound = 64 * torch.finfo(torch.float32).eps * highest
     best = expected.topk(logprobs.shape[-1]).values
     return worst(
         Deviation(largest(wanted), bound) for wanted in (best, expected.gather(-1, columns))

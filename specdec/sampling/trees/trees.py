@@ -71,12 +71,9 @@ def _filled_up(best: BestPaths, num_nodes: int) -> BestPaths:
         (tree.ancestors, torch.ones_like(rows) << rows),
         (tree.ranks, torch.zeros_like(rows)),
     )
-    return BestPaths(
-        DraftTree(*(torch.cat(part, dim=1) for part in parts)),
-        F.pad(best.places, (0, num_nodes - known)),
-        F.pad(best.scores, (0, num_nodes - known), value=-torch.inf),
-        torch.full_like(rows[:, 0], known),
-    )
+    whole, more = DraftTree(*(torch.cat(part, dim=1) for part in parts)), (0, num_nodes - known)
+    scores = F.pad(best.scores, more, value=-torch.inf)
+    return BestPaths(whole, F.pad(best.places, more), scores, torch.full_like(rows[:, 0], known))
 
 
 def best_chain(edges: Tensor) -> Tensor:
@@ -99,11 +96,8 @@ def _followed_edges(edges: Tensor) -> Tensor:
     """`best_chain` in plain torch."""
     ranks = [torch.zeros_like(edges[:, 0, 0, 0], dtype=torch.int64)]
     for position in range(edges.shape[1]):
-        row = (
-            edges[:, position]
-            .gather(1, ranks[-1][:, None, None].expand(-1, 1, edges.shape[-1]))
-            .squeeze(1)
-        )
+        chosen = ranks[-1][:, None, None].expand(-1, 1, edges.shape[-1])
+        row = edges[:, position].gather(1, chosen).squeeze(1)
         ranks.append(row.sort(dim=1, descending=True, stable=True).indices[:, 0])
     return torch.stack(ranks[1:], dim=1)
 
@@ -158,12 +152,8 @@ def _rows(widths: tuple[int, ...], num_nodes: int, device: torch.device) -> _Row
     ]
     parents = torch.cat(levels)
     positions = torch.cat([torch.full_like(level, i) for i, level in enumerate(levels)])
-    return _Rows(
-        positions,
-        parents,
-        torch.arange(1, num_nodes + 1, device=device),
-        parents.new_zeros(1 + len(parents)),
-    )
+    numbers = torch.arange(1, num_nodes + 1, device=device)
+    return _Rows(positions, parents, numbers, parents.new_zeros(1 + len(parents)))
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
@@ -241,13 +231,8 @@ def check_trees(device: torch.device) -> Deviation:
         target_ids = torch.randint(2, (shape[0], num_nodes + 1), generator=generator)
         num_drafts = torch.randint(num_nodes + 1, shape[:1], generator=generator)
         arguments = tree.ranks, tree, target_ids, shape[1], num_drafts
-        walked = triton_trees.walk(
-            tree.ranks.to(device),
-            tree.to(device),
-            target_ids.to(device),
-            shape[1],
-            num_drafts.to(device),
-        )
+        drafts = tree.ranks.to(device), tree.to(device), target_ids.to(device)
+        walked = triton_trees.walk(*drafts, shape[1], num_drafts.to(device))
         found += [
             mismatches(ours, expected)
             for ours, expected in zip(walked, _followed(*arguments), strict=True)

@@ -128,13 +128,8 @@ def _plain_union(
     scores = torch.cat(list(sides), dim=1)
     entries = torch.arange(paths.shape[1], device=paths.device)
     is_first = ~(same & (entries < entries[:, None])).any(dim=2)
-    return _best(
-        paths,
-        is_first,
-        torch.where(same, scores[:, None], -torch.inf).amax(dim=2),
-        num_nodes,
-        depth,
-    )
+    best = torch.where(same, scores[:, None], -torch.inf).amax(dim=2)
+    return _best(paths, is_first, best, num_nodes, depth)
 
 
 def _paths(drafts: ScoredDrafts, depth: int) -> Tensor:
