@@ -158,10 +158,8 @@ def intervals(columns: Mapping[str, Sequence[int]], items: Iterable[int]) -> dic
     """95 % intervals of both kinds of tau over some conversations; None for fewer than `LEAST`."""
     rows = [row for item, row in conversations(columns).items() if item in set(items)]
     draws = drawn_sums(np.array(rows)) if len(rows) >= LEAST else np.empty((0, 4))
-    return {
-        "tau_interval": interval(quotient(draws, TAU)),
-        "mean_tau_interval": interval(quotient(draws, MEAN_TAU)),
-    }
+    found = interval(quotient(draws, TAU)), interval(quotient(draws, MEAN_TAU))
+    return dict(zip(("tau_interval", "mean_tau_interval"), found, strict=True))
 
 
 def mean_of_tasks(columns: Mapping[str, Sequence[int]], tasks: Sequence[str | None]) -> Array:

@@ -67,9 +67,7 @@ def explain_divergence(decoder: SpecDecoder, parting: Parting) -> Divergence:
     largest, second = logits.topk(2).values.tolist()
     _, exponent = math.frexp(largest)
     resolution = math.ldexp(torch.finfo(decoder.verifier.dtype).eps, exponent - 1)
-    plain, speculative = (
-        side[position] if position < len(side) else None
-        for side in (parting.plain, parting.speculative)
-    )
+    sides, at = (parting.plain, parting.speculative), parting.position
+    plain, speculative = (side[at] if at < len(side) else None for side in sides)
     margin = largest - second
     return Divergence(parting.index, position, plain, speculative, margin, resolution)

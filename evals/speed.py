@@ -27,10 +27,8 @@ class Speed:
     @property
     def tokens_per_second(self) -> list[float]:
         """One entry per run; 0 for a run that took no time."""
-        return [
-            tokens / secs if secs > 0 else 0.0
-            for tokens, secs in zip(self.num_tokens, self.seconds, strict=True)
-        ]
+        pairs = zip(self.num_tokens, self.seconds, strict=True)
+        return [tokens / secs if secs > 0 else 0.0 for tokens, secs in pairs]
 
     @property
     def median(self) -> float:

@@ -84,10 +84,8 @@ class LocalSystem:
 
     def warm_up(self) -> None:
         """See `System`."""
-        self.decoder.generate(
-            [self.reader.tokenizer.eos_token_id],
-            SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True),
-        )
+        brief = SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True)
+        self.decoder.generate([self.reader.tokenizer.eos_token_id], brief)
 
     def answers(
         self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]

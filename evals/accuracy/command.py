@@ -171,10 +171,8 @@ def _system(args: argparse.Namespace, drafter: str) -> tuple[System, dict[str, A
         return LocalSystem(decoder), provenance(decoder, [drafter])
     pool = load_pool(args, args.drafter, engine_config(args))
     found, origin = pool.call(_provenance_and_origin, drafter)
-    return ClusterSystem(pool, prompt_reader(args), origin), found | {
-        "command": command_line(),
-        "num_engines": pool.config.engines,
-    }
+    run_by = {"command": command_line(), "num_engines": pool.config.engines}
+    return ClusterSystem(pool, prompt_reader(args), origin), found | run_by
 
 
 def _provenance_and_origin(

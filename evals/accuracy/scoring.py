@@ -83,10 +83,8 @@ def _score_batch(verifier: Verifier, batch: list[tuple[Sequence[int], int]]) -> 
             for position in some
         ]
         rows.logit_rows = torch.tensor(picked, device=verifier.device)
-        chosen, best = _compare(
-            verifier.forward(rows, cache.layers).logits,
-            torch.tensor(targets, device=verifier.device),
-        )
+        logits = verifier.forward(rows, cache.layers).logits
+        chosen, best = _compare(logits, torch.tensor(targets, device=verifier.device))
         values = iter(zip(chosen, best, strict=True))
         for p, some in zip(pieces, wanted, strict=True):
             for _ in some:

@@ -178,10 +178,8 @@ class Bench:
         rows = [side.row(sides[0], prompts, key, raw=config.raw) for side in sides]
         for row, side in zip(rows, sides, strict=True):
             row["roofline"] = self._roofline(side, concurrency)
-        sizes = [
-            Counter(size for one in side.passes[0].answers for size in one.stats.tree_sizes if size)
-            for side in sides
-        ]
+        answers = [[one.stats.tree_sizes for one in side.passes[0].answers] for side in sides]
+        sizes = [Counter(size for some in own for size in some if size) for own in answers]
         drawn = next((index for index, counts in enumerate(sizes) if counts), None)
         # one tree shows what they are like
         if drawn is not None and concurrency == config.concurrencies[0]:
@@ -238,10 +236,8 @@ def _ask(
     on_step: OnStep | None,
 ) -> list[Answer]:
     """A peer in an engine's place, told the checkpoint's defaults; it tells of no steps."""
-    samplings = [
-        defaults.fill(sampling, len(prompt))
-        for prompt, sampling in zip(prompts, samplings, strict=True)
-    ]
+    pairs = zip(prompts, samplings, strict=True)
+    samplings = [defaults.fill(sampling, len(prompt)) for prompt, sampling in pairs]
     outputs = peer.generate(prompts, samplings, concurrency=concurrency)
     return [Answer(*pair, AcceptanceStats()) for pair in zip(prompts, outputs, strict=True)]
 

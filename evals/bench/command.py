@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evals.bench import shapes
 from specdec.base.config import EngineConfig
@@ -272,10 +272,8 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
     from evals.prompt_sets import load_prompt_set, parse_data
 
     files = parse_data(args.data, args.sets, "--sets")
-    sets = (
-        load_prompt_set(name, files=files, limit=args.limit, per_category=args.per_category)
-        for name in args.sets
-    )
+    how: Any = {"files": files, "limit": args.limit, "per_category": args.per_category}
+    sets = (load_prompt_set(name, **how) for name in args.sets)
     return BenchConfig(
         sets=tuple(sets),
         drafters=tuple(args.drafter),

@@ -232,10 +232,8 @@ def _divergences(
 
 def _speed_table(comparison: Comparison) -> list[str]:
     repeated = len(comparison.plain.seconds) > 1
-    lines = [
-        f"  {'':<13}{'tokens/s':>9}{'tokens':>10}{'seconds':>10}"
-        + ("   range of tokens/s" if repeated else "")
-    ]
+    head = f"  {'':<13}{'tokens/s':>9}{'tokens':>10}{'seconds':>10}"
+    lines = [head + ("   range of tokens/s" if repeated else "")]
     for name, speed in (("plain", comparison.plain), ("speculative", comparison.speculative)):
         slowest, fastest = speed.spread
         seconds = median(speed.seconds)

@@ -91,10 +91,8 @@ def differences(one: Report, other: Report) -> list[str]:
     for name in ours["drafters"].keys() & theirs["drafters"].keys():
         if ours["drafters"][name] != theirs["drafters"][name]:
             found.append(f"drafter {name} has other files in the second report")
-    hashes = [
-        {entry["name"]: entry["sha256"] for entry in report["settings"].get("prompt_sets", [])}
-        for report in (one, other)
-    ]
+    sets = [report["settings"].get("prompt_sets", []) for report in (one, other)]
+    hashes = [{entry["name"]: entry["sha256"] for entry in some} for some in sets]
     for name in hashes[0].keys() & hashes[1].keys():
         if hashes[0][name] != hashes[1][name]:
             found.append(f"prompt set {name} holds other prompts in the second report")

@@ -45,9 +45,7 @@ def align(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = [one.ljust(n) if i in left else one.rjust(n) for i, (one, n) in pairs]
         lines.append("  ".join(cells).rstrip())
     return lines

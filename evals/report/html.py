@@ -139,10 +139,8 @@ def _bench(report: Report) -> Iterator[Section]:
 
 def _by_task(charts: Charts, table: TaskTable) -> list[Plot]:
     grid = task_grid(table)
-    return [
-        ("Tau, with 95 % intervals", charts.tau_by_task(table), grid),
-        ("Speed to plain decoding", charts.ratio_by_task(table), grid),
-    ]
+    taus, ratios = charts.tau_by_task(table), charts.ratio_by_task(table)
+    return [("Tau, with 95 % intervals", taus, grid), ("Speed to plain decoding", ratios, grid)]
 
 
 def _steps(charts: Charts, rows: Sequence[Row]) -> list[Plot]:

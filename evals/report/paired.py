@@ -51,10 +51,8 @@ def paired_lines(one: Report, other: Report | None) -> list[str]:
         title = f"{name} T={temperature:g} c={concurrency}"
         for mine, their in _pairs(parts[part], theirs, alone=alone):
             if hashes[0][name]["sha256"] != hashes[1][name]["sha256"]:
-                notes.append(
-                    f"tau of {name} is not tested: the reports asked other prompts; measure both"
-                    f" with the same file and limit"
-                )
+                what = f"tau of {name} is not tested: the reports asked other prompts"
+                notes.append(f"{what}; measure both with the same file and limit")
                 break
             tasks = hashes[0][name].get("tasks") or []
             found = [*_tested(mine, their, tasks)]
@@ -110,10 +108,8 @@ def _pairs(mine: Sequence[Row], theirs: Sequence[Row], *, alone: bool) -> Iterat
         return
     ours, others = ({side_of(row): row for row in some} for some in (mine, theirs))
     yield from ((row, others[side]) for side, row in ours.items() if side in others)
-    yield from product(
-        [row for side, row in ours.items() if side not in others],
-        [row for side, row in others.items() if side not in ours],
-    )
+    unmatched = [row for side, row in ours.items() if side not in others]
+    yield from product(unmatched, [row for side, row in others.items() if side not in ours])
 
 
 def _tested(one: Row, other: Row, tasks: Sequence[str | None]) -> Iterator[tuple[str, ...]]:

@@ -40,10 +40,8 @@ def paper(reports: Sequence[tuple[str, Report]], style: str) -> str:
                 f"{file!r} follows schema {report['schema']!r}; tables of papers are made of"
                 f" reports of prompt sets, which specdec bench --out writes"
             )
-        hashes = [
-            {one["name"]: one["sha256"] for one in some["settings"]["prompt_sets"]}
-            for some in (first, report)
-        ]
+        sets = [some["settings"]["prompt_sets"] for some in (first, report)]
+        hashes = [{one["name"]: one["sha256"] for one in some} for some in sets]
         why = unlike(first, report)
         if not why and hashes[0] != hashes[1]:
             why = "the prompts differ"

@@ -203,10 +203,8 @@ def _by_part(drafter: str, by_part: Sequence[Sequence[float]]) -> str:
     'suffix in 2 steps 1.25, ngram in 1 step 0.00'
     """
     names = drafter.split("+")
-    return ", ".join(
-        f"{short_name(name)} in {counted(int(steps), 'step')} {mean:.2f}"
-        for name, (steps, mean) in zip(names, by_part, strict=False)
-    )
+    pairs = [(short_name(name), one[0], one[1]) for name, one in zip(names, by_part, strict=False)]
+    return ", ".join(f"{name} in {counted(int(n), 'step')} {mean:.2f}" for name, n, mean in pairs)
 
 
 def _shares(values: Sequence[float]) -> str:

@@ -106,10 +106,8 @@ def _whole(row: Row) -> Figures:
     """A row of a whole set; speeds are those of all requests together."""
     acceptance = row["acceptance"] or {"tau": row.get("peer_tau")}
     names = ("tau", "tau_interval", "mean_tau", "mean_tau_interval")
-    return {name: acceptance.get(name) for name in names} | {
-        "tokens_per_second": row["speed"]["tokens_per_second"]["median"],
-        "ratio": row["ratio"],
-    }
+    speed = {"tokens_per_second": row["speed"]["tokens_per_second"]["median"]}
+    return {name: acceptance.get(name) for name in names} | speed | {"ratio": row["ratio"]}
 
 
 def _mean(figures: Sequence[Figures], rows: Sequence[Row]) -> Figures:

@@ -53,10 +53,8 @@ def draw_tree(step: Mapping[str, Any]) -> str:
     """
     nodes = _nodes(step)
     _set_lines(nodes)
-    widths = [
-        max(node.width for node in nodes if node.depth == depth)
-        for depth in range(max(node.depth for node in nodes) + 1)
-    ]
+    depths = range(max(node.depth for node in nodes) + 1)
+    widths = [max(node.width for node in nodes if node.depth == depth) for depth in depths]
     lefts = [1 + sum(widths[:depth]) + _GAP * depth for depth in range(len(widths))]
     width, height = lefts[-1] + widths[-1] + 1, (1 + max(node.line for node in nodes)) * _LINE
 

@@ -177,10 +177,8 @@ class EngineConfig:
         flags(self, "graphs", "timing")
         if self.num_draft_tokens is not None and not isinstance(self.num_draft_tokens, str):
             integers(self, "num_draft_tokens")
-        require(
-            isinstance(self.cache, CacheConfig),
-            f"cache is a {type(self.cache).__name__}; it must be a CacheConfig",
-        )
+        what = f"cache is a {type(self.cache).__name__}; it must be a CacheConfig"
+        require(isinstance(self.cache, CacheConfig), what)
         seqs = f"it must be at least 1 and at most {MAX_SEQS:,}"
         least, most = "a prompt and an output token need at least 2", MAX_TOKENS
         many = f"it must be at most {most:,}"

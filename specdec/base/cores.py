@@ -21,10 +21,8 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()
         else:
-            quota, period = (
-                (cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text().strip()
-                for name in ("quota", "period")
-            )
+            files = (cgroup / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+            quota, period = (file.read_text().strip() for file in files)
     except (OSError, ValueError):
         return cores  # no control groups, or none that can be read: no limit is known
     if quota in ("max", "-1"):

@@ -125,10 +125,8 @@ class AcceptanceStats:
         >>> AcceptanceStats([2, 2, 1, 0], [2, 0, 1, 0], num_emitted=[3, 1, 2, 1]).num_offered
         [3, 2]
         """
-        return [
-            sum(drafted > position for drafted in self.num_drafted)
-            for position in range(max(self.num_drafted, default=0))
-        ]
+        places = range(max(self.num_drafted, default=0))
+        return [sum(drafted > place for drafted in self.num_drafted) for place in places]
 
     @property
     def histogram(self) -> list[int]:
@@ -168,10 +166,8 @@ class AcceptanceStats:
         {'3': 1, '7': 2, 'tree 16': 1}
         """
         drafts = Counter(zip(self.num_verified, self.tree_sizes, strict=True))
-        return {
-            str(BlockShape(verified, tree_depth=size)): steps
-            for (verified, size), steps in sorted(drafts.items())
-        }
+        counts = sorted(drafts.items())
+        return {str(BlockShape(n, tree_depth=size)): steps for (n, size), steps in counts}
 
     @property
     def share_by_rank(self) -> list[float]:

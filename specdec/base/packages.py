@@ -34,10 +34,8 @@ def foreign_packages(names: Iterable[str] = PACKAGES) -> list[str]:
         )
         where = str(folders[0]) if folders else spec.origin if spec else None
         if where is None:
-            found.append(
-                f"package {name!r} is missing beside {ROOT / 'specdec'}; install {DISTRIBUTION}"
-                f" from its checkout again"
-            )
+            what = f"package {name!r} is missing beside {ROOT / 'specdec'}"
+            found.append(f"{what}; install {DISTRIBUTION} from its checkout again")
         elif folders != [ROOT / name] and [folder.resolve() for folder in folders] != [
             (ROOT / name).resolve()
         ]:

@@ -64,10 +64,8 @@ def read_prompts(
     Raises:
         InvalidInputError: no prompt, an empty one, an unreadable file, or no line can be served.
     """
-    prompts = [
-        _read_stdin() if text == "-" else _prompt(f"prompt {number}", text)
-        for number, text in enumerate(texts, start=1)
-    ]
+    numbered = ((f"prompt {number}", text) for number, text in enumerate(texts, start=1))
+    prompts = [_read_stdin() if text == "-" else _prompt(name, text) for name, text in numbered]
     if file is None and not prompts:
         if sys.stdin.isatty():
             raise InvalidInputError(
@@ -205,10 +203,8 @@ def _requests(
         elif isinstance(name, str):
             names[name] = source
         why = request.error and request.error.message
-        prompts += [
-            Prompt(source, str(name), error=why, choice=number, request=request)
-            for number in range(request.num_outputs)
-        ]
+        one = Prompt(source, str(name), error=why, request=request)
+        prompts += [replace(one, choice=number) for number in range(request.num_outputs)]
     return prompts
 
 

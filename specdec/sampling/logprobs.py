@@ -67,10 +67,8 @@ def _of_rows(logits: Tensor, token_ids: Tensor, top: int) -> Logprobs:
     """The same of [n, V] and [n]."""
     scores = logits.float()
     total = scores.logsumexp(dim=-1, keepdim=True)
-    values, some = (
-        (scores.gather(-1, token_ids[:, None]) - total).squeeze(-1),
-        min(top, scores.shape[-1]),
-    )
+    values = (scores.gather(-1, token_ids[:, None]) - total).squeeze(-1)
+    some = min(top, scores.shape[-1])
     best = highest_columns(scores, some) if top else token_ids[:, None][:, :0]
     # nobody may ask for more than there are, but numbers of columns are powers of two
     missing = (0, top - some)

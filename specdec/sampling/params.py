@@ -179,18 +179,14 @@ class SamplingParams:
         )
         object.__setattr__(self, "stop", stop)
         ids = sequence(self, "stop_token_ids", "token ids")
-        require(
-            len(ids) <= MAX_EDITS,
-            f"stop_token_ids has {len(ids):,} entries and the limit is {MAX_EDITS}; give fewer",
-        )
+        what = f"stop_token_ids has {len(ids):,} entries and the limit is {MAX_EDITS}; give fewer"
+        require(len(ids) <= MAX_EDITS, what)
         ids = tuple(as_integer("one of stop_token_ids", token) for token in ids)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         least = 1 if self.prompt_logprobs is None else 0
-        require(
-            self.max_tokens >= least,
-            f"max_tokens is {self.max_tokens}; it must be at least {least}",
-        )
+        what = f"max_tokens is {self.max_tokens}; it must be at least {least}"
+        require(self.max_tokens >= least, what)
         object.__setattr__(self, "logprobs", self.logprobs or self.top_logprobs > 0)
         require(
             self.min_tokens is None or 0 <= self.min_tokens <= self.max_tokens,
@@ -211,10 +207,8 @@ class SamplingParams:
         require(self.grammar is None or free, f"{what}; {why}")
         what = f"{ends} is asked for with a grammar, which says itself where the output may end"
         require(self.grammar is None or not ends, f"{what}; leave out one of the two")
-        require(
-            all(self.stop),
-            "stop holds an empty string, which would end every output at once; remove it",
-        )
+        what = "stop holds an empty string, which would end every output at once; remove it"
+        require(all(self.stop), what)
 
     @property
     def masked(self) -> bool:
@@ -337,10 +331,8 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
         what = f"logit_bias is {shown(given)}"
         raise InvalidInputError(f"{what}; it must map token ids to numbers")
     pairs = list(islice(found, MAX_EDITS + 1))
-    require(
-        len(pairs) <= MAX_EDITS,
-        f"logit_bias names more than {MAX_EDITS} tokens, which is the limit; name fewer",
-    )
+    what = f"logit_bias names more than {MAX_EDITS} tokens, which is the limit; name fewer"
+    require(len(pairs) <= MAX_EDITS, what)
     biases: dict[int, float] = {}
     for pair in pairs:
         right = isinstance(pair, tuple | list) and len(pair) == 2
@@ -350,10 +342,8 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
         token = int(token) if by_text else as_integer("a token of logit_bias", token)
         number = isinstance(value, Real) and not isinstance(value, bool)
         right = number and abs(as_float(value)) <= 1e6
-        require(
-            right,
-            f"logit_bias of token {token} is {shown(value)}; it must be a number in [-1e6, 1e6]",
-        )
+        what = f"logit_bias of token {token} is {shown(value)}"
+        require(right, f"{what}; it must be a number in [-1e6, 1e6]")
         require(token not in biases, f"logit_bias names token {token} twice; name it once")
         biases[token] = float(value)
     return tuple(sorted(biases.items()))

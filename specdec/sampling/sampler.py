@@ -80,10 +80,8 @@ def check_sampler(device: torch.device) -> Deviation:
     greedy, drawn = sampling.temperature[:, None, None] == 0, filtered_scores(logits, sampling)
     scores = torch.where(greedy, logits.float(), drawn + noise)
     missing = scores.amax(-1) - scores.gather(-1, token_ids.cpu()[..., None]).squeeze(-1)
-    return Deviation(
-        float(missing.max()) if finite.all() else math.inf,
-        64 * torch.finfo(torch.float32).eps * float(scores.amax()),
-    )
+    farthest = float(missing.max()) if finite.all() else math.inf
+    return Deviation(farthest, 64 * torch.finfo(torch.float32).eps * float(scores.amax()))
 
 
 KERNEL = Kernel("sampler", check_sampler)

@@ -87,10 +87,8 @@ def lowered_in_cache(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tenso
     penalty is below 1: the smaller one with both signs turned.
     """
     sign = torch.where(penalties < 1, -1.0, 1.0)
-    factors, own = (
-        torch.where(seen, penalties[:, None], 1.0).mul_(sign[:, None]),
-        (penalties * sign)[:, None].expand(fed.shape[:2]),
-    )
+    factors = torch.where(seen, penalties[:, None], 1.0).mul_(sign[:, None])
+    own = (penalties * sign)[:, None].expand(fed.shape[:2])
     found = torch.empty_like(scores)
     for request, factor in enumerate(factors):
         for row, ids, out in zip(scores[request], fed[request], found[request], strict=True):

@@ -158,24 +158,19 @@ class SamplingTensors:
         assert self.counts is not None or not plan.counted
         assert self.edits is not None or not plan.edits
         plain = plan.all_greedy and not plan.counted
-        return SamplingTensors(
-            plan,
-            floats=self.floats[:, :0]
-            if plain and not plan.penalized
-            else self.floats.index_select(1, slots),
-            ints=self.ints[:, :0]
-            if plain and not plan.limited
-            else self.ints.index_select(1, slots),
-            seen=self.seen.index_select(0, slots)
-            if plan.penalized and self.seen is not None
-            else None,
-            counts=self.counts.index_select(0, slots)
-            if plan.counted and self.counts is not None
-            else None,
-            edits=self.edits.select(slots, plan.edits)
-            if plan.edits and self.edits is not None
-            else None,
-        )
+        floats, ints = self.floats[:, :0], self.ints[:, :0]
+        if not plain or plan.penalized:
+            floats = self.floats.index_select(1, slots)
+        if not plain or plan.limited:
+            ints = self.ints.index_select(1, slots)
+        seen = counts = edits = None
+        if plan.penalized and self.seen is not None:
+            seen = self.seen.index_select(0, slots)
+        if plan.counted and self.counts is not None:
+            counts = self.counts.index_select(0, slots)
+        if plan.edits and self.edits is not None:
+            edits = self.edits.select(slots, plan.edits)
+        return SamplingTensors(plan, floats, ints, seen=seen, counts=counts, edits=edits)
 
     def of_rows(self, requests: Tensor) -> SamplingTensors:
         """The numbers of rows of these requests int64 [T], by which a token is drawn."""

@@ -141,10 +141,8 @@ class Texts:
             work = self._long.submit(len(text) - start, partial(self._count, piece))
             found += await asyncio.wrap_future(work) - SLACK
             if found > most:
-                raise self._too_long(
-                    f"more than {most:,} tokens in its first {start + len(piece):,} characters",
-                    most,
-                )
+                what = f"more than {most:,} tokens in its first {start + len(piece):,} characters"
+                raise self._too_long(what, most)
 
     def _count(self, piece: str) -> int:
         # a lone surrogate is told of with its place, once all is looked at

@@ -310,10 +310,8 @@ class SpecDecoder:
         """Chunks of all prompts; those that cannot be served come first, as errors."""
         variables = template_variables(variables)
         check_variables(variables, self.tokenizer)
-        samplings = [
-            sampling.for_chat() if _is_chat(prompt) else sampling
-            for prompt, sampling in zip(prompts, samplings, strict=True)
-        ]
+        pairs = zip(prompts, samplings, strict=True)
+        samplings = [one.for_chat() if _is_chat(prompt) else one for prompt, one in pairs]
         wrong = self._wrong_grammars(samplings)
         predicting = cache(self.reader.with_prediction)  # many prompts may have one way
         served: list[tuple[int, list[int]]] = []

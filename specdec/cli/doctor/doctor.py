@@ -206,10 +206,8 @@ def describe_spec(spec: AttentionSpec | MlaSpec) -> str:
             f" {spec.v_head_dim}",
         ]
         if spec.indexer is not None:
-            parts.append(
-                f"an indexer of {spec.indexer.num_heads} heads of {spec.indexer.head_dim} that"
-                f" selects {spec.indexer.topk}"
-            )
+            heads = f"{spec.indexer.num_heads} heads of {spec.indexer.head_dim}"
+            parts.append(f"an indexer of {heads} that selects {spec.indexer.topk}")
         return ", ".join(parts)
     parts[1:1] = [f"{spec.num_kv_heads} key heads", f"head size {spec.head_dim}"]
     parts += [f"a window of {w}" for w in spec.windows if w is not None]

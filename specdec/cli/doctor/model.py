@@ -59,10 +59,8 @@ def run_model(args: argparse.Namespace) -> int:
         _say("cache", "; ".join(needs.caches))
         _say("", _cache_sizes(needs, args.kv_dtype))
         usual, extended, most = needs.context
-        longest = (
-            f"{usual:,} tokens, whose cache takes"
-            f" {_gigabytes(usual * needs.token_bytes + needs.request_bytes)}"
-        )
+        size = _gigabytes(usual * needs.token_bytes + needs.request_bytes)
+        longest = f"{usual:,} tokens, whose cache takes {size}"
         further = ", and no more" if most else ""
         if extended > usual:
             further = f"; its RoPE goes to {extended:,} with --max-model-len"

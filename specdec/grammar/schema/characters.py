@@ -80,10 +80,8 @@ class Characters:
     def either(cls, some: Iterable[Characters]) -> Characters:
         """Characters of several sets."""
         given = list(some)
-        return cls(
-            ranges(pair for one in given for pair in one.sure),
-            ranges(pair for one in given for pair in one.possible),
-        )
+        sure = ranges(pair for one in given for pair in one.sure)
+        return cls(sure, ranges(pair for one in given for pair in one.possible))
 
     @property
     def inverse(self) -> Characters:
@@ -112,10 +110,8 @@ def named(letter: str) -> Characters:
     python = _of_text("".join(re.findall(rf"\{letter}", "".join(map(chr, range(LOOKED_AT))))))
     ascii_ones = "".join(re.findall(rf"(?a:\{letter})", "".join(map(chr, range(128)))))
     ecma = _of_text(ECMA_SPACES if letter == "s" else ascii_ones)
-    return Characters(
-        both(python, ecma),
-        ranges([*python, *ecma, *([(LOOKED_AT, LAST)] if letter == "w" else [])]),
-    )
+    further = [(LOOKED_AT, LAST)] if letter == "w" else []
+    return Characters(both(python, ecma), ranges([*python, *ecma, *further]))
 
 
 def _of_text(text: str) -> Ranges:

@@ -198,10 +198,8 @@ class Root:
         if _lacks(one, other) or _lacks(other, one):
             return True
         names = set(one.get("required", ())) & set(other.get("required", ()))
-        tags = (
-            (one.get("properties", {}).get(name), other.get("properties", {}).get(name))
-            for name in sorted(names)
-        )
+        sides = one.get("properties", {}), other.get("properties", {})
+        tags = ((sides[0].get(name), sides[1].get(name)) for name in sorted(names))
         return any(self._tell_apart(tag, rest) for tag, rest in tags)
 
     def _tell_apart(self, tag: Any, other: Any) -> bool:

@@ -225,10 +225,8 @@ class _Reader:
                 return {choice: schema[choice]}
             case "$ref":
                 return self._reference(schema["$ref"], path)
-        parts = [
-            self._part(part, path / choice / number, depth + 1)
-            for number, part in enumerate(schema[choice])
-        ]
+        numbered = enumerate(schema[choice])
+        parts = [self._part(part, path / choice / place, depth + 1) for place, part in numbered]
         if choice == "oneOf" and not self._root.disjoint(schema["oneOf"]):
             self._refuse(f"oneOf whose options no type or constant property tells apart at {path}")
         if choice == "allOf" and len(parts) > 1:
@@ -256,10 +254,8 @@ class _Reader:
         for keyword in WORDS & schema.keys() - {choice}:
             if keyword == "type" and values is not None:
                 wrong = (value for value in values if not any(is_of(value, name) for name in types))
-                yield from (
-                    f"{json.dumps(value)} in {choice}, which the type at {path} excludes"
-                    for value in wrong
-                )
+                what = f"in {choice}, which the type at {path} excludes"
+                yield from (f"{json.dumps(value)} {what}" for value in wrong)
                 continue
             if keyword == "type":
                 vacuous = self._root.within({choice: schema[choice]}, types)
@@ -328,10 +324,8 @@ class _Reader:
                 self._refuse(f"{str(error).partition(NOT_HELD)[0]} at {path}")
         number = FIRST_MARK + self._numbers[text]
         if number > LAST_MARK:
-            self._refuse(
-                f"more than {LAST_MARK - FIRST_MARK + 1:,} patterns, formats and lengths that"
-                f" differ"
-            )
+            most = LAST_MARK - FIRST_MARK + 1
+            self._refuse(f"more than {most:,} patterns, formats and lengths that differ")
         return MARK + chr(min(number, LAST_MARK))
 
     def _number(
@@ -344,10 +338,8 @@ class _Reader:
             return {"multipleOf": int(step)}
         least, most = narrowed(own, 0 if whole else DECIMALS)
         largest = LARGEST_WHOLE if whole else LARGEST
-        least, most = (
-            None if least is None else max(least, -largest),
-            None if most is None else min(most, largest),
-        )
+        least = None if least is None else max(least, -largest)
+        most = None if most is None else min(most, largest)
         if (largest if most is None else most) < (-largest if least is None else least):
             return self._refuse(
                 f"no number of at most {DECIMALS} decimals within the bounds at {path}"
@@ -420,10 +412,9 @@ class _Reader:
                     name: self._part(part, path / keyword / name, depth + 1) for name, part in parts
                 }
         if patterns:
-            own["patternProperties"] = {
-                self._mark(Text((name,), in_json=True), path): part
-                for name, part in own["patternProperties"].items()
-            }
+            named = own["patternProperties"].items()
+            marked = {self._mark(Text((name,), in_json=True), path): part for name, part in named}
+            own["patternProperties"] = marked
         return self._with_parts(own, FURTHER, path, depth)
 
     def _with_required(self, own: dict[str, Any], path: Place, depth: int) -> dict[str, Any]:
@@ -439,10 +430,8 @@ class _Reader:
             names = self._root.texts(own["propertyNames"])
             named = dict.fromkeys(names, further)
         if further is False or "patternProperties" in own or not set(missing) <= set(names):
-            self._refuse(
-                f"required property {shown(missing[0])!r} that is not among the properties at"
-                f" {path}"
-            )
+            what = f"required property {shown(missing[0])!r} that is not among the properties"
+            self._refuse(f"{what} at {path}")
             return own
         if "propertyNames" in own:
             own = {name: own[name] for name in own.keys() - {"propertyNames", *FURTHER}}

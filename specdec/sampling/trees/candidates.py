@@ -104,15 +104,11 @@ def plain_candidates(
         ones = torch.ones_like(greedy, dtype=torch.float32)
         a, b = (ones, ones) if weights is None else weights.flatten(1)
         a, b = torch.where(greedy, 1.0, a)[:, None], torch.where(greedy, 0.0, b)[:, None]
-        tokens, bits = (
-            vocab_size if target_ids is None else target_ids,
-            stream(sampling.seeds, positions, Purpose.SAMPLE).flatten(),
-        )
+        tokens = vocab_size if target_ids is None else target_ids
+        bits = stream(sampling.seeds, positions, Purpose.SAMPLE).flatten()
         parts = zip(*(x.split(most) for x in (scores, a, b, bits)), strict=True)
-        found = [
-            _best(gumbel_again(bits, tokens).mul_(b).add_(a * scores), count)
-            for scores, a, b, bits in parts
-        ]
+        noisy = (gumbel_again(bits, tokens).mul_(b).add_(a * own) for own, a, b, bits in parts)
+        found = [_best(own, count) for own in noisy]
     columns, logprobs = (torch.cat(parts).view(*shape, count) for parts in zip(*found, strict=True))
     return columns if target_ids is None else target_ids[columns], logprobs
 
@@ -169,10 +165,8 @@ def check_candidates(device: torch.device) -> Deviation:
     shape = len(params), 2, triton_candidates.SLICE + 5
     logits = 3 * torch.randn(shape, generator=generator).bfloat16()
     weights = torch.rand(2, len(params), 2, generator=generator) + 0.5
-    positions, target_ids = (
-        torch.arange(2).expand(len(params), 2) + 2**33,
-        torch.arange(logits.shape[-1]) * 3,
-    )
+    positions = torch.arange(2).expand(len(params), 2) + 2**33
+    target_ids = torch.arange(logits.shape[-1]) * 3
     numbers = (logits, sampling.floats, sampling.ints, positions, weights, target_ids)
     x, floats, ints, places, pairs, ids = (tensor.to(device) for tensor in numbers)
     found = triton_candidates.candidates(
@@ -198,10 +192,8 @@ def off(
     Between two ways of computing them scores differ by the rounding of their logarithms, so two
     that are equal to that may change places.
     """
-    noise = gumbel(
-        stream(sampling.seeds, positions, Purpose.SAMPLE),
-        logits.shape[-1] if target_ids is None else target_ids,
-    )
+    tokens = logits.shape[-1] if target_ids is None else target_ids
+    noise = gumbel(stream(sampling.seeds, positions, Purpose.SAMPLE), tokens)
     greedy = (sampling.temperature == 0)[:, None, None]
     a, b = (1.0, 1.0) if weights is None else weights.double()[..., None]
     scores = torch.where(

@@ -106,10 +106,8 @@ def _level_beams(scores: Tensor, num_nodes: int) -> BestPaths:
     """`best_first` in plain torch."""
     depth, count, conditional = scores.shape[1], scores.shape[-1], scores.ndim == 4
     # No level has over N of the best, which continue ones among the best of the level above.
-    totals, kept = (
-        scores.new_zeros(len(scores), 1),
-        torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device),
-    )
+    totals = scores.new_zeros(len(scores), 1)
+    kept = torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device)
     levels = []
     for position in range(depth):
         table = scores[:, position] if conditional else scores[:, position, None]
@@ -146,10 +144,8 @@ class _Rows(NamedTuple):
 def _rows(widths: tuple[int, ...], num_nodes: int, device: torch.device) -> _Rows:
     """Rows of levels of so many paths, made once: on a CPU they are a tree's cost."""
     firsts = accumulate((1, *widths), initial=0)
-    levels = [
-        torch.full((width,), first, device=device)
-        for width, first in zip(widths, firsts, strict=False)
-    ]
+    pairs = zip(widths, firsts, strict=False)
+    levels = [torch.full((width,), first, device=device) for width, first in pairs]
     parents = torch.cat(levels)
     positions = torch.cat([torch.full_like(level, i) for i, level in enumerate(levels)])
     numbers = torch.arange(1, num_nodes + 1, device=device)
@@ -233,10 +229,8 @@ def check_trees(device: torch.device) -> Deviation:
         arguments = tree.ranks, tree, target_ids, shape[1], num_drafts
         drafts = tree.ranks.to(device), tree.to(device), target_ids.to(device)
         walked = triton_trees.walk(*drafts, shape[1], num_drafts.to(device))
-        found += [
-            mismatches(ours, expected)
-            for ours, expected in zip(walked, _followed(*arguments), strict=True)
-        ]
+        pairs = zip(walked, _followed(*arguments), strict=True)
+        found += [mismatches(ours, expected) for ours, expected in pairs]
     return worst(found)
 
 

@@ -121,10 +121,7 @@ def _plain_union(
     """`merge_trees` in plain torch."""
     paths = torch.cat([_paths(one, depth), _paths(other, depth)], dim=1)
     same = _same(paths, paths)
-    sides = (
-        side.scores if side.shift is None else side.scores + side.shift[:, None]
-        for side in (one, other)
-    )
+    sides = (x.scores if x.shift is None else x.scores + x.shift[:, None] for x in (one, other))
     scores = torch.cat(list(sides), dim=1)
     entries = torch.arange(paths.shape[1], device=paths.device)
     is_first = ~(same & (entries < entries[:, None])).any(dim=2)
@@ -204,17 +201,13 @@ def check_tries(device: torch.device) -> Deviation:
         exact = _plain_trie(continuations, lengths, weights.double(), num_nodes, keep.double())
         moved = continuations.to(device), lengths.to(device), weights.to(device)
         ours = ScoredDrafts(*triton_tries.trie(*moved, num_nodes, keep.to(device)))
-        found += [
-            *_mismatches(ours, drafts),
-            deviation(ours.scores.exp(), drafts.scores.exp(), exact.scores.exp()),
-        ]
+        far = deviation(ours.scores.exp(), drafts.scores.exp(), exact.scores.exp())
+        found += [*_mismatches(ours, drafts), far]
         plain.append(drafts)
     plain[1] = plain[1]._replace(shift=-torch.rand(3, generator=generator))
     one, other = (drafts.to(device) for drafts in plain)
-    union, expected = (
-        ScoredDrafts(*triton_tries.merge(one, other, 25, 4)),
-        _plain_union(plain[0], plain[1], 25, 4),
-    )
+    union = ScoredDrafts(*triton_tries.merge(one, other, 25, 4))
+    expected = _plain_union(plain[0], plain[1], 25, 4)
     return worst([*found, *_mismatches(union, expected), mismatches(union.scores, expected.scores)])
 
 

@@ -101,10 +101,8 @@ class Totals:
         self.step_tokens += sum(stats.num_emitted)
         self.drafts += sum(drafted > 0 for drafted in stats.num_drafted)
         self.draft_tokens += sum(stats.num_verified)
-        kept = [
-            sum(accepted > position for accepted in stats.num_accepted)
-            for position in range(len(stats.num_offered))
-        ]
+        places = range(len(stats.num_offered))
+        kept = [sum(accepted > place for accepted in stats.num_accepted) for place in places]
         self.verified = _added(self.verified, stats.drafted_histogram)
         self.offered = _added(self.offered, stats.num_offered)
         self.accepted = _added(self.accepted, kept)

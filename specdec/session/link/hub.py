@@ -351,10 +351,9 @@ class Hub:
     def _tell_news(self, link: Link, numbers: Numbers) -> None:
         """All that is new in one message: of each output how many tokens and steps, then these."""
         if numbers.outputs:
-            numbers = numbers._replace(
-                outputs=numbers.outputs - len(link.outputs),
-                prompt_tokens=numbers.prompt_tokens - link.prompt_tokens,
-            )
+            outputs = numbers.outputs - len(link.outputs)
+            prompts = numbers.prompt_tokens - link.prompt_tokens
+            numbers = numbers._replace(outputs=outputs, prompt_tokens=prompts)
         changed, link.changed = link.changed, {}
         if not changed and numbers == link.numbers:
             return
