@@ -129,8 +129,7 @@ TAU, MEAN_TAU = slice(0, 2), slice(2, 4)
 
 
 def conversations(columns: Mapping[str, Sequence[int]]) -> dict[int, Array]:
-    """For every conversation with verify steps: tokens emitted, verify steps, the sum of its
-    answers' own tau, and their number.
+    """Conversations with steps: tokens emitted, verify steps, answers' tau summed, answers.
 
     Args:
         columns: `answers` of a row of a report.
@@ -163,8 +162,7 @@ def intervals(columns: Mapping[str, Sequence[int]], items: Iterable[int]) -> dic
 
 
 def mean_of_tasks(columns: Mapping[str, Sequence[int]], tasks: Sequence[str | None]) -> Array:
-    """The mean of the tasks' tau in every draw, each task drawn from its own conversations; empty
-    where one has fewer than `LEAST`.
+    """The mean of tasks' tau in every draw, each from its own; empty where one has too few.
 
     Args:
         columns: `answers` of a row of a report.

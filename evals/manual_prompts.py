@@ -1,8 +1,6 @@
-"""Prompts of six kinds made from the manual and the standard library of the Python that runs: text
-that every machine has.
+"""Prompts of six kinds from Python's own manual and library: text that every machine has.
 
-No drafter of ours is trained on them. The manual differs between versions of Python, so two reports
-compare where the hashes of their prompts agree.
+No drafter of ours is trained on them. Versions of Python differ, so prompts have hashes.
 """
 
 import ast

@@ -27,9 +27,7 @@ OnTurn = Callable[[int, int], OnStep]
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds of one request from where it gets its place among those that are decoded at once: to
-    its first token, and to its last.
-    """
+    """Seconds of one request from where it gets its place: to its first token, and to its last."""
 
     first: float
     last: float
@@ -124,8 +122,7 @@ def max_total_tokens(
     for item in prompts.items:
         turns = item.turns[:1] if raw else item.turns
         history = [{"role": "user", "content": "\n".join(turns)}]
-        # An answer read back as text may take more tokens than it was written with, and a turn
-        # brings its template.
+        # An answer read back may take more tokens than it had, and a turn brings its template.
         per_turn = max_tokens if len(turns) == 1 else 2 * max_tokens + 64
         longest = max(longest, len(_tokens(decoder, item, history, raw)) + len(turns) * per_turn)
     return longest

@@ -6,8 +6,7 @@ Importing this module registers the model:
     lm_eval.simple_evaluate(model="specdec", model_args="pretrained=embedded", tasks=["gsm8k"],
     limit=40)
 
-and `python -m evals.accuracy.lm_eval_model run --model specdec ...` is lm-eval's own command with
-the model registered.
+and `python -m evals.accuracy.lm_eval_model run --model specdec ...` is lm-eval's command with it.
 """
 
 from __future__ import annotations

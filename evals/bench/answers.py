@@ -36,8 +36,7 @@ def by_task(
 ) -> list[dict[str, Any]]:
     """Figures of every task of a set; none where its items have no categories.
 
-    Speeds are those of one request: tokens of the task's answers by the seconds that their requests
-    took, each counted from where it got its place.
+    Speeds are of one request: tokens of answers by seconds of requests, each from its place on.
     """
     tasks, items = prompts.tasks, prompts.answered(raw=raw)
     names = [name for name in dict.fromkeys(tasks) if name is not None]
@@ -89,9 +88,8 @@ def _speed(passes: Sequence[Pass], places: Sequence[int]) -> Speed | None:
 
 
 def latency(passes: Sequence[Pass]) -> dict[str, Any] | None:
-    """The median of all passes' requests, and the tenth that fared worst: tokens per second of
-    each, milliseconds per token after the first, and to the first from where it got its place.
-    None where they are not known.
+    """The median of all passes' requests, and the tenth that fared worst: tokens per second,
+    milliseconds per later token, and to the first one; or None.
     """
     known = [(one, one.latency) for each in passes for one in each.answers if one.latency]
     if not known:

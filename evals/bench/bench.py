@@ -78,9 +78,8 @@ class Bench:
         drafters: those of the sweep by name; what "auto" stands for is under its own.
 
     Raises:
-        InvalidInputError: an unknown drafter, a k or a tree that one of the drafters cannot give,
-            or a peer that is unknown, not installed, or unable to serve so many conversations at
-            once; said before anything is measured.
+        InvalidInputError: an unknown drafter, a k or a tree that one cannot give, or a peer that is
+            unknown, not installed, or unable to serve so many at once; before anything is measured.
     """
 
     def __init__(
@@ -191,9 +190,7 @@ class Bench:
         return rows
 
     def _roofline(self, side: _Side, concurrency: int) -> dict[str, Any] | None:
-        """What memory alone would allow; a peer's weights may lie otherwise, and the rows of a step
-        may change, so these have none.
-        """
+        """What memory alone would allow; None of peers, and where the rows of steps change."""
         if side.peer or str(side.k).startswith("auto") or side.decoder.engine.runner.budget:
             return None
         answers = side.passes[0].answers

@@ -207,8 +207,7 @@ class DummyBench:
                     spent = work(prompts)
                     if repeat >= 0:
                         seconds.append(spent)
-            # A rank that went on to its next pass would keep its GPU busy, waiting for the first
-            # one, while that one asks the peer.
+            # A rank in its next pass would keep its GPU busy while the first one asks the peer.
             all_agree(True, self._group)
         return ours, theirs
 

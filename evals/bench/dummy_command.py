@@ -18,8 +18,7 @@ from specdec.device.device import cache_dtype, resolve_device, resolve_dtype
 
 
 def measure_dummy(args: argparse.Namespace) -> int:
-    """Measures and prints; see `evals.bench.dummy`. Ranks that `torchrun` starts compute the target
-    together; one of them prints.
+    """Measures and prints; see `evals.bench.dummy`. Of the ranks of `torchrun` one prints.
 
     Raises:
         SpecDecError: an option, the config or the device is wrong.

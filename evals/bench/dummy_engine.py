@@ -104,8 +104,7 @@ class Room:
         """Room for so many prompts and steps; some requests decode while others are prefilled.
 
         Args:
-            per_step: most tokens that a step puts out for a request; with drafts that nobody forces
-                one is accepted by chance now and then.
+            per_step: most tokens of a step for a request: one draft is accepted by chance at times.
 
         Raises:
             CapacityError: the model has no such length.

@@ -1,7 +1,6 @@
 """`specdec bench --synthetic-acceptance L`: tokens per second with drafts at a given acceptance.
 
-Target and drafter have random weights and do all their work; how many drafts a step accepts is
-drawn (`StepRunner.force`).
+Target and drafter do all their work; how many drafts are accepted is drawn (`StepRunner.force`).
 """
 
 from __future__ import annotations

@@ -119,8 +119,7 @@ def _print(rows: Iterator["Row"], device: torch.device, dtype: str) -> None:
 def on_cards(name: str, config: TrainConfig, cards: int) -> Iterator[str]:
     """Lines on what each of so many cards would hold in a step, by arithmetic: nothing is made.
 
-    The target is in 16 bits a number, and in 8, as FP8 checkpoints store it; the drafter's weights
-    are whole, and divided (`shard`).
+    The target is in 16 bits a number, or in 8 (FP8); the drafter's weights are whole, or divided.
 
     Raises:
         InvalidInputError: the batch cannot be split so.
@@ -170,8 +169,7 @@ def measure(
     Args:
         name: a shape of `evals.bench.shapes`, a config.json, or a folder with one.
         configs: runs that differ in `batch_size` and `anchors`.
-        shortest: tokens of the shortest sequence, the longest has `max_length`, and all lengths
-            between are equally often; None is `max_length`.
+        shortest: tokens of the shortest sequence, of evenly spread lengths up to `max_length`.
 
     Yields:
         Figures of each run, or the beginning of its row and why there are none.

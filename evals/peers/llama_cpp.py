@@ -118,8 +118,7 @@ def _best(logits: np.ndarray[Any, Any]) -> int:
 
 
 def load(detail: str | None, *, verifier: Verifier) -> LlamaCppPeer:
-    """llama.cpp on the embedded model's own file, or on the GGUF file named behind the colon, and
-    behind a + on that of a draft model.
+    """llama.cpp on the embedded model's file, or the GGUF file given, behind a + a draft model's.
 
     Raises:
         InvalidInputError: not installed, no file, or it has otherwise what the target asks for.

@@ -180,8 +180,7 @@ def _without_other_weights(folder: Path) -> TemporaryDirectory[str] | None:
 
 
 def check_drafter(peer: str, config: DFlashConfig, verifier: Verifier, version: str) -> None:
-    """Refuses what vLLM reads over without an error: it would draft otherwise than the checkpoint
-    means. Read in 0.23 and 0.26.
+    """Refuses what vLLM passes over, drafting otherwise than is meant; read in 0.23 and 0.26.
 
     Raises:
         InvalidInputError: the drafter is neither plain DFlash nor, where vLLM knows it, DSpark.
@@ -210,8 +209,7 @@ def load(detail: str | None, *, verifier: Verifier) -> VllmPeer:
     """vLLM on the target, with the DFlash drafter named behind the colon, if any.
 
     Raises:
-        InvalidInputError: not installed, the target is on a CPU, vLLM cannot run the drafter, or
-            another such peer is in use.
+        InvalidInputError: not installed, no GPU, vLLM cannot run the drafter, or one is in use.
     """
     name = "vllm" if detail is None else f"vllm:{detail}"
     if verifier.device.type != "cuda":

@@ -1,7 +1,6 @@
 """Reports on disk: JSON that says which schema and which version of it it follows.
 
-docs/evaluation.md documents every field. The version goes up when a field changes its meaning or
-goes away; new fields alone do not raise it.
+docs/evaluation.md documents every field. Fields that change or go away raise its version.
 """
 
 import json
@@ -75,8 +74,7 @@ def read_report(path: Path, schema: str | None = None) -> Report:
 
 @contextmanager
 def of_files(*files: str) -> Iterator[None]:
-    """Turns what goes wrong while reports of these files are shown into one line: they hold
-    something else than was written.
+    """Makes what goes wrong while reports of files are shown one line: they were changed.
 
     Raises:
         InvalidInputError: a field is missing, or of another type.

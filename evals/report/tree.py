@@ -45,8 +45,7 @@ class _Node:
 
 
 def draw_tree(step: Mapping[str, Any]) -> str:
-    """The block of one step, see `evals.bench.tree_step`: which drafts were accepted, and the
-    target's own token behind them.
+    """The block of one step (`evals.bench.tree_step`), which drafts were accepted, what followed.
 
     Args:
         step: `tokens`, `parents`, `ranks`, `accepted` and `next_token`.

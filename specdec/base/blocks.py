@@ -76,8 +76,7 @@ class BlockShape(NamedTuple):
 
 @dataclass(slots=True)
 class DraftTree:
-    """How the drafts of each request hang together. Parents come before their children, and
-    siblings differ in their token.
+    """How the drafts of each request hang together: parents first; siblings differ in their token.
 
     Drafts of higher score come first, so the first n of them are the tree of n drafts.
 

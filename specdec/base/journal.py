@@ -151,8 +151,7 @@ _LONGEST_HEAD = 1 << 20
 
 
 def made(kind: type[Made], given: Any) -> Made:
-    """A dataclass from the object that `dataclasses.asdict` and JSON made of it; where it has a
-    method `check`, that looks at the values.
+    """A dataclass from what `dataclasses.asdict` and JSON made of it, looked at by its `check`.
 
     Raises:
         TypeError, ValueError: a field is missing, unknown, of another type or out of range.

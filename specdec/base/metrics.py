@@ -139,8 +139,7 @@ class AcceptanceStats:
 
     @property
     def drafted_histogram(self) -> list[int]:
-        """Entry `n` counts the verify steps of `n` drafts, in a chain or a tree: as many as were
-        chosen, or fewer where the drafter had none.
+        """Entry `n` counts the verify steps of `n` drafts, in a chain or a tree.
 
         >>> AcceptanceStats([2, 0, 2], [2, 0, 0], num_emitted=[3, 1, 1]).drafted_histogram
         [1, 0, 2]

@@ -179,8 +179,7 @@ def drafter_name(name: str | None, target: str) -> str:
 
 
 def parts_of(name: str) -> list[str]:
-    """The drafters that a name puts together, see `specdec.session.drafter_choice.find_drafter`;
-    the name itself where it is that of one.
+    """The drafters that a name puts together (see `find_drafter`), or the one that it names.
 
     >>> parts_of("suffix+auto"), parts_of("ngram")
     (['suffix', 'auto'], ['ngram'])
@@ -189,8 +188,7 @@ def parts_of(name: str) -> list[str]:
 
 
 def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
-    """Gives a drafter a name that, in this process, `SpecDecoder.from_pretrained` and the
-    `config.json` of a checkpoint may use.
+    """Gives a drafter a name in this process, for `from_pretrained` and for `config.json` files.
 
     Args:
         loader: `(path | None, *, verifier) -> Drafter`, or where it is as "module:function".

@@ -111,8 +111,7 @@ def sequence(config: Any, name: str, noun: str) -> tuple[Any, ...]:
 
 
 def entries(value: Any) -> Iterator[Any] | None:
-    """What a list or the like holds; None of anything else, such as a text or a tensor of one
-    number, which only looks like a list.
+    """What a list or the like holds; None of what only looks like one, as a text or a tensor.
 
     >>> entries("ab"), list(entries([1, 2]) or ())
     (None, [1, 2])

@@ -68,8 +68,7 @@ class LocalAnswers:
             return
         inputs: Any = [job.prompt for _, job in missing]
         samplings: Any = [job.sampling for _, job in missing]
-        # One input alone raises what is wrong with it; among several, or as a line of a batch, it
-        # fails without stopping the others.
+        # One input alone raises what is wrong with it; among several, it stops no others.
         if len(self._jobs) == 1 and not missing[0][1].in_batch:
             inputs, samplings = inputs[0], samplings[0]
         for chunk in self._decoder.stream(inputs, samplings):

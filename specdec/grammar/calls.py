@@ -17,9 +17,7 @@ NAME = re.compile(r"[\w.-]{1,64}")
 """Names of functions: letters and digits of any script, and a few signs."""
 
 MARKER = "\x1d"
-"""What the tokens of markers read while grammars of calls are compiled. No string of JSON holds it,
-and in rules they stand by their ids.
-"""
+"""What tokens of markers read while calls are compiled: in no JSON string, in rules by ids."""
 
 _ANY_NAME, _ANY = "root ::= [A-Za-z_] [A-Za-z0-9_.-]*", Argument("", {}, False, {})
 

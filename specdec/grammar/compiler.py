@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CACHE_BYTES = 2**29
-"""Bytes of compiled grammars that are kept for the next request; those of unfinished requests come
-on top. A schema takes a few MB.
-"""
+"""Bytes of compiled grammars kept beside those of unfinished requests; a schema takes a few MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +157,7 @@ class GrammarCompiler:
         return job
 
     def _forget(self) -> None:
-        """Lets go of those that were not asked for the longest, as far as they take too much, and
-        of what tells of no grammar; under the lock.
-        """
+        """Lets go of those not asked for the longest that are too much; under the lock."""
         done = {grammar: job.result for grammar, job in self._jobs.items() if job.result.done()}
         sizes = {grammar: 4 * len(grammar.text) for grammar in done}
         for grammar, result in done.items():
@@ -197,8 +193,7 @@ class GrammarCompiler:
 
         if markers not in self._libraries:
             read = self._read
-            # Special tokens would pass as the text that they are written with, such as <s> in a
-            # string, and decoding leaves them out.
+            # Special tokens would pass as their text, as <s> in a string, and decoding omits them.
             others = dict.fromkeys(self._special_token_ids, b"")
             others |= dict.fromkeys(markers, MARKER.encode())
             vocabulary = enumerate(read.decoded_vocab)

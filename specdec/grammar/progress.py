@@ -58,8 +58,7 @@ class GrammarProgress:
     ) -> None:
         """Writes which tokens may follow each row of a block.
 
-        Rows that no output can come to, such as those behind a draft that the grammar refuses,
-        allow everything: nobody asks them.
+        Rows that no output can come to, as behind a draft that is refused, allow everything.
 
         Args:
             masks: int32 [N + 1, ceil(V / 32)], on the host and contiguous. Bit b of word w is token

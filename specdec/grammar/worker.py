@@ -1,5 +1,4 @@
-"""The process that compiles grammars: it imports xgrammar once, and forks for every grammar, so
-that each has limits of its own.
+"""The process that compiles grammars: it forks for each, so that all have their own limits.
 
 Every message comes with a socket of its own. A tokenizer's lists what the vocabulary reads. A
 grammar's is answered there, and its end of the socket is watched as well: who lets go of the other

@@ -76,8 +76,7 @@ class Edits:
     def apply(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Adds to rows [num_reqs, w, V] that choose tokens for `positions` int64 [num_reqs, w].
 
-        A token may be named twice, once by a bias and once by what must not be chosen, which comes
-        to minus infinity in any order.
+        A token may be named twice, by a bias and by what must not be: minus infinity anyway.
 
         Returns:
             float32 [num_reqs, w, V], a tensor of its own.

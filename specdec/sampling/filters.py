@@ -61,8 +61,7 @@ def _filter_top_k(scores: Tensor, sampling: SamplingTensors) -> Tensor:
 def _filter_top_p(scores: Tensor, sampling: SamplingTensors) -> Tensor:
     """Keeps each row's fewest tokens whose probability reaches `top_p`, and equals of the last.
 
-    Probabilities are added up as integers, whose sums do not depend on the order, so the edge is
-    the same for every batch shape and device.
+    Probabilities are added up as integers, in any order the same: so is the edge everywhere.
     """
     mass = (scores.softmax(dim=-1).double() * _UNIT).long()
     # the least likely tokens up to this much go

@@ -19,8 +19,7 @@ ROWS = 128
 
 
 class Logprobs(NamedTuple):
-    """What a caller may ask about some tokens. The values of a row are differences from the same
-    number, so equal ones are equal.
+    """What a caller may ask about some tokens; a row's values differ from the same number.
 
     Attributes:
         values: float32 [..., n], of the tokens themselves.

@@ -33,8 +33,7 @@ def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tupl
         positions: int64 [num_reqs, n], of the tokens to draw.
 
     Returns:
-        int64 [num_reqs, n], and bool [num_reqs, n]: whether the row has a finite maximum; without
-        one its token has no meaning.
+        int64 [num_reqs, n], and bool [num_reqs, n]: whether its maximum is finite, else no token.
     """
     if KERNEL.runs_on(logits.device):
         from specdec.sampling import triton_sampler  # it imports Triton

@@ -21,8 +21,7 @@ _NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # greedy, nothing filtered, nothing p
 
 
 class SamplingPlan(NamedTuple):
-    """What the host knows about the sampling of a batch. It decides which operations a step
-    consists of, and is part of its shape.
+    """What the host knows about a batch's sampling; it decides a step's operations and shape.
 
     Attributes:
         penalized: a request has a repetition penalty.
@@ -31,8 +30,7 @@ class SamplingPlan(NamedTuple):
         any_top_p, any_min_p: a request filters so.
         logprobs: a request wants log-probabilities.
         top_logprobs: bound of the likeliest tokens wanted with them; a power of two or 0.
-        edits: bound of the tokens whose logits a request has changed by itself, see
-            `specdec.sampling.edits`; likewise.
+        edits: bound of a request's own changes, see `specdec.sampling.edits`; likewise.
         counted: a request has a presence or a frequency penalty.
         guided: a request has a grammar.
         predicted: a request has a prediction of its output.
@@ -102,10 +100,8 @@ class SamplingTensors:
 
     Attributes:
         plan: of the batch.
-        floats: float32 [6, num_reqs]: temperature (0 is greedy), top-p, min-p, and the penalties
-            for repetition, presence and frequency.
-        ints: int64 [5, num_reqs]: top-k (0 is off), seed, the position of the first output token,
-            and most positions and nodes of its drafts.
+        floats: float32 [6, num_reqs]: temperature, top-p, min-p, repetition, presence, frequency.
+        ints: int64 [5, num_reqs]: top-k, seed, the first output position, most drafts and nodes.
         seen: bool [num_reqs, V], tokens before the anchor that the repetition penalty counts.
         counts: int32 [num_reqs, V], how often the output before the anchor has each token; None
             when no request has a presence or frequency penalty.

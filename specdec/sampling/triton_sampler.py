@@ -1,5 +1,4 @@
-"""Drawing tokens in Triton: slices of rows draw among the logits that the filters keep, see
-`specdec.sampling.triton_filters`.
+"""Drawing tokens in Triton: slices of rows draw among the logits that filters keep.
 
 The noise is of `specdec.sampling.noise`, made in place. Each row is divided on its own.
 """

@@ -70,9 +70,7 @@ def _make_drafter(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
 
 @on_ranks
 def stage(engine: SpecEngine, choice: DrafterChoice) -> SpecDecError | None:
-    """Makes a drafter whose weights are to replace those of an engine's, on every rank; what is
-    wrong with it on this one, or on another.
-    """
+    """Makes a drafter whose weights are to replace an engine's, on every rank; or what is wrong."""
     error: SpecDecError | None = None
     engine.staged = None
     try:

@@ -18,9 +18,7 @@ class Forked(Protocol):
 
 
 class Ending(Protocol):
-    """Has threads that must not be within torch when Python ends, which takes daemon threads out of
-    whatever they do: the process would abort.
-    """
+    """Has threads that must not be within torch when Python ends: the process would abort."""
 
     def at_exit(self) -> None:
         """Called when the program has ended, before Python does."""

@@ -24,10 +24,8 @@ class GenerationResult:
         bad_input: the error lies in what was asked for.
         reasoning, content: thinking and answer of the text, where they were to be told apart.
         logprobs: one per output token when asked for, of the target's unprocessed logits; or None.
-        top_logprobs: one per output token when asked for: log-probabilities of the likeliest
-            tokens, and of the token itself.
-        prompt_logprobs: one per prompt token when asked for, under the target's unprocessed logits
-            after the tokens before it; the first is None.
+        top_logprobs: one per output token when asked for, of the likeliest tokens and its own.
+        prompt_logprobs: one per prompt token when asked for, given those before; None first.
         prompt_top_logprobs: the same of the likeliest tokens, and of the token itself.
         seed: seed of the request's random stream; the same seed repeats the output.
         stats: how the drafts of each verify step fared.

@@ -21,9 +21,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def origin_of_run(verifier: Verifier, reader: PromptReader | None = None) -> dict[str, Any]:
-    """What every file that a run leaves says of the run: command, versions, target, device and
-    types, and where it reads prompts how.
-    """
+    """What every file that a run leaves says of it: command, versions, target, device, types."""
     return {
         "command": command_line(),
         "commit": commit(),

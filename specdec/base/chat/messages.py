@@ -232,9 +232,7 @@ def _parsed_call(call: Any) -> Any:
 
 
 def _takes_objects(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether arguments of calls are to be objects. A template that puts texts together fails of
-    them, or writes them as Python does.
-    """
+    """Whether arguments of calls are to be objects, of which some templates fail."""
     template = template_of(tokenizer)
     if template not in _reads_objects:
         given = {"a": _PROBE}

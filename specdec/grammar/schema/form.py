@@ -189,8 +189,7 @@ def says(schema: Any) -> bool:
 
 
 def joined_strings(schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a schema and the parts of its `allOf` ask of a string together, with all patterns; None
-    where one of them speaks of something else.
+    """What a schema and its `allOf` ask of a string, with all patterns; None if one asks more.
 
     >>> joined_strings({"type": "string", "allOf": [{"pattern": "a"}, {"pattern": "b"}]})
     {'pattern': ('a', 'b')}

@@ -52,8 +52,7 @@ FURTHER = ("additionalProperties", "unevaluatedProperties")
 COUNTS = {"minLength", "maxLength", "minProperties", "maxProperties"}
 
 LARGEST, LARGEST_WHOLE = 2**63 - 1024, 2**63 - 1
-"""Bounds beyond which are taken for these, the largest that xgrammar reads exactly: of numbers, of
-which it makes floats, and of whole ones.
+"""The largest bounds that xgrammar reads exactly, of floats and of whole numbers; for larger ones.
 """
 
 MOST_MULTIPLES = 1000

@@ -39,8 +39,7 @@ def candidates(
     weights: Tensor | None = None,
     target_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The `count` best tokens of each row by a log q + b g, of equal ones the first; what the
-    request's filters drop comes last.
+    """The `count` best tokens of each row by a log q + b g; what filters drop comes last.
 
     Rows are computed from their own values. One candidate, unweighted, is of `argmax` or `sample`.
 
@@ -189,8 +188,7 @@ def off(
 ) -> Deviation:
     """How far it is from the best log-probabilities and from its tokens', in float64.
 
-    Between two ways of computing them scores differ by the rounding of their logarithms, so two
-    that are equal to that may change places.
+    Two ways of computing scores round logarithms otherwise: equal ones may change places.
     """
     tokens = logits.shape[-1] if target_ids is None else target_ids
     noise = gumbel(stream(sampling.seeds, positions, Purpose.SAMPLE), tokens)

@@ -21,8 +21,7 @@ class ScoredDrafts(NamedTuple):
         tree: of the drafts.
         token_ids: int64 [num_reqs, N].
         scores: float32 [num_reqs, N], log-probabilities of the paths, in falling order.
-        num_drafts: int64 [num_reqs], drafts that count, the first ones: there may be fewer than N.
-            The others are valid tokens behind the anchor.
+        num_drafts: int64 [num_reqs], how many drafts count, the first; others are valid tokens.
         shift: float32 [num_reqs], still to be added to the scores; None for 0.
     """
 
@@ -46,8 +45,7 @@ def trie(
     *,
     keep: float | Tensor = 1.0,
 ) -> ScoredDrafts:
-    """The tree of what followed earlier occurrences of a text's end: a path is as probable as the
-    occurrences that begin so weigh.
+    """The tree of what followed a text's end before, each path as likely as its occurrences weigh.
 
     The probability of a path is that of suffix decoding (snowflakedb/ArcticInference), the shares
     of its branches multiplied, times `keep` for each token. Of equal paths the shorter comes first,
@@ -58,8 +56,7 @@ def trie(
         lengths: int64 [num_reqs, M], tokens of each that count; 0 where there is none.
         weights: float32 [num_reqs, M], above 0, say ones or less for those further back.
         num_nodes: N, at most 64.
-        keep: probability that the text goes on as before, per token; one for all, or float32
-            [num_reqs, M] for each occurrence.
+        keep: probability per token that it goes on as before: one, or float32 [num_reqs, M].
     """
     if KERNEL.runs_on(continuations.device):
         from specdec.sampling.trees import triton_tries  # it imports Triton
@@ -93,9 +90,7 @@ def _plain_trie(
 
 
 def common_prefixes(paths: Tensor) -> Tensor:
-    """int64 [num_reqs, M, M]: how many tokens two of the paths int64 [num_reqs, M, K] begin with
-    alike; they end where one is below 0.
-    """
+    """int64 [num_reqs, M, M]: tokens that two paths [num_reqs, M, K] share; below 0 one ends."""
     alike = (paths[:, :, None] == paths[:, None]) & (paths >= 0)[:, None]
     return alike.long().cumprod(dim=3).sum(dim=3)
 

@@ -1,5 +1,4 @@
-"""The likeliest tokens of every row in Triton, with the noise that the target will draw with; see
-`specdec.sampling.trees.candidates`.
+"""The likeliest tokens of rows in Triton, with the target's noise: see `trees.candidates`.
 
 Programs first find the best token of every group of columns in their slice of a row, and what the
 slice adds to the row's normalizer, so that even one row keeps many processors busy. The best C

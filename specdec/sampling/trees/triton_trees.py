@@ -1,5 +1,4 @@
-"""Draft trees and chains in Triton, one program of one warp per request: what
-`specdec.sampling.trees.trees` builds and walks.
+"""`specdec.sampling.trees.trees` in Triton: one program of one warp per request.
 
 The builder keeps the best draft that is not yet chosen behind each one that is, and the best that
 remains of its siblings: the next of the tree is among them. A sum of scores is compared as one

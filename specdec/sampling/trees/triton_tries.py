@@ -208,8 +208,7 @@ def _union_kernel(
         other_tokens, other_parents, other_depths, other_logs, other_counts, other_shifts, request,
         SECOND, SIZE, DEPTH,
     )  # fmt: skip
-    # Equal sums are equal paths, or rather chance would have to make equals of 64 bits; then a
-    # draft were wrong, and no output.
+    # Equal sums are equal paths, but for chance in 64 bits: a wrong draft, and no output.
     same = (path[:, None] == other_path[None, :]) & exists[:, None] & other_exists[None, :]
     score = tl.maximum(score, tl.max(tl.where(same, other_score[None, :], -float("inf")), 1))
     # of the other tree's drafts, those of the first count from 1 on

@@ -17,9 +17,7 @@ _ID = string.ascii_letters + string.digits
 
 
 class Piece(NamedTuple):
-    """What came: text of the answer or of the thinking, the name of a function that begins a call,
-    or more of its arguments, as JSON.
-    """
+    """What came: text of answer or thinking, a call's function, or more of its arguments (JSON)."""
 
     kind: Literal["text", "reasoning", "name", "arguments"]
     text: str

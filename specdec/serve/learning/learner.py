@@ -38,9 +38,7 @@ threading.Thread(target=watch, daemon=True).start()
 from specdec.cli.main import main
 sys.exit(main({words!r}))
 """
-"""It ends with the server, however that ends: then its input does. Without a buffer, whose lock a
-thread may not hold when Python ends.
-"""
+"""It ends with the server, however that ends: then its input does. Unbuffered: no lock then."""
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MOST_WAITING = 4096  # finished requests that are not yet kept; more are lost

@@ -1,5 +1,4 @@
-"""What goes between the process of an engine and those of its callers: messages over a pair of
-sockets, none of which anybody waits for.
+"""Messages between an engine's process and its callers', over sockets; nobody waits.
 
 A message is a list of JSON: its kind, what it is about, and bytes at its end where it has any. It
 makes nothing but plain values, and its readers check these: a process that was taken over has no
@@ -34,9 +33,7 @@ _BUFFER = 2**22
 
 
 MAX_BYTES = 2**26
-"""Most bytes of a message to an engine. Fronts let no longer one in: the tokens of a prompt fit the
-context, and a grammar is of limited size.
-"""
+"""Most bytes of a message to an engine: prompts fit the context, and grammars are limited."""
 
 
 class Malformed(RuntimeError):

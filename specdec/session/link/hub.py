@@ -115,9 +115,7 @@ class Hub:
         self._poll.register(link.channel.fileno(), select.POLLIN | select.POLLOUT)
 
     def stop(self) -> None:
-        """Has `run` end once all processes have; from any thread, or the handler of a signal, and
-        whatever the engine does meanwhile.
-        """
+        """Has `run` end once all processes have; from any thread, or the handler of a signal."""
         if not self.stopping:
             self.stopping = True
             self._on_stop()
