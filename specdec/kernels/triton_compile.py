@@ -36,6 +36,7 @@ from triton.runtime import driver
 from specdec.base.files import parse_json
 from specdec.base.writing import write_text
 from specdec.kernels.looking import Looking
+from specdec.kernels.triton_launch import alike_keys
 
 logger = logging.getLogger(__name__)
 
@@ -272,6 +273,7 @@ def _kernel(module: str, name: str) -> Any:
 
 def _compile(target: list[Any], module: str, name: str, specialization: str) -> None:
     """Compiles one kernel into the cache on disk; in a process that has no device."""
+    alike_keys()
     machine = GPUTarget(*target)
     nowhere = {"get_current_target": lambda: machine, "get_current_device": lambda: 0}
     driver.set_active(SimpleNamespace(**nowhere))

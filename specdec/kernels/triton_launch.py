@@ -2,7 +2,7 @@
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,7 +34,27 @@ def unavailable_reasons(device: torch.device) -> list[str]:
     ):
         major, minor = torch.cuda.get_device_capability(device)
         return [f"compute capability {major}.{minor} (the kernels need 8.0)"]
+    alike_keys()
     return []
+
+
+@cache
+def alike_keys() -> None:
+    """Gives a kernel the same key in every process, by which Triton finds it compiled.
+
+    Triton (up to 3.7) adds what a called function uses to its caller before it has looked into that
+    function, so that a caller's key depends on which kernel was launched first.
+    """
+    from triton.runtime import jit
+
+    finder: Any = jit.DependenciesFinder
+    if add := getattr(finder, "_update_hash", None):
+
+        def add_known(self: Any, function: Any) -> None:
+            getattr(function, "cache_key", None)  # looks into it
+            add(self, function)
+
+        finder._update_hash = add_known
 
 
 def num_processors(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 finds them on disk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,8 +16,12 @@ import torch
 if find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+import triton
+
+import specdec
 from specdec.attention.triton import triton_splits
 from specdec.kernels.triton_compile import CompileAhead, is_known, remember
+from specdec.kernels.triton_launch import alike_keys
 
 KERNEL = "specdec.attention.triton.triton_splits:_merge_kernel"
 
@@ -134,3 +138,31 @@ def test_a_kernel_that_does_not_compile_is_told_of() -> None:
     ahead.wait()
     ahead.close()
     assert len(ahead.failures) == 1 and ahead.failures[0].startswith("_merge_kernel: ")
+
+
+def test_keys_do_not_depend_on_what_was_launched_before() -> None:
+    """Other processes compile in another order than this one launches in."""
+    alike_keys()
+    kernels = {id(one): one for one in all_functions()}
+    assert len(kernels) > 100
+
+    def forget(some: Iterable[Any]) -> None:
+        for one in some:
+            one.hash, one.used_global_vals = None, {}
+
+    depend = []
+    for kernel in kernels.values():
+        forget(kernels.values())
+        first = kernel.cache_key  # those that it calls come within it
+        forget([kernel])
+        depend += [kernel._fn_name] if kernel.cache_key != first else []
+    assert not depend
+
+
+def all_functions() -> Iterator[Any]:
+    """Of this project that Triton compiles."""
+    for path in Path(specdec.__file__).parent.rglob("triton_*.py"):
+        name = ".".join(path.relative_to(Path(specdec.__file__).parents[1]).with_suffix("").parts)
+        for one in list(vars(import_module(name)).values()):
+            if issubclass(type(one), triton.JITFunction):
+                yield one
