@@ -210,9 +210,8 @@ def parse_data(pairs: Sequence[str], names: Sequence[str], option: str) -> dict[
     for pair in pairs:
         name, equals, file = pair.partition("=")
         if not (name and equals and file):
-            raise InvalidInputError(
-                f"--data is {pair!r}; write it as NAME=FILE, such as gsm8k=test.jsonl"
-            )
+            what = f"--data is {pair!r}"
+            raise InvalidInputError(f"{what}; write it as NAME=FILE, such as gsm8k=test.jsonl")
         if name not in names:
             what = f"--data names {name!r}, which is not among {option} {' '.join(names)}"
             raise InvalidInputError(f"{what}; add it there")
@@ -236,18 +235,16 @@ def _item(name: str, place: str, row: Row) -> Item:
             f" {', '.join(row)})"
         ) from error
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise InvalidInputError(
-            f"{place} has an empty turn or one that is not a string; give every turn some text"
-        )
+        what = f"{place} has an empty turn or one that is not a string"
+        raise InvalidInputError(f"{what}; give every turn some text")
     if any(turn.startswith(_PLACEHOLDER) for turn in turns):
         what = f"{place} holds a placeholder in place of its text"
         way_out = "have SPEED-Bench's own prepare.py fetch it, and name the file that this writes"
         raise InvalidInputError(f"{what}; {way_out}")
     category = row.get("category")
     if category is not None and not (isinstance(category, str) and category.strip()):
-        raise InvalidInputError(
-            f"{place} has category {category!r}; give it some text, or leave it out"
-        )
+        what = f"{place} has category {category!r}"
+        raise InvalidInputError(f"{what}; give it some text, or leave it out")
     name = str(row.get("id", row.get("question_id", row.get("task_id", place))))
     return Item(name, turns, _answer(row), category)
 
@@ -301,7 +298,6 @@ def _hub_rows(name: str, source: _Source) -> list[tuple[str, Row]]:
     try:
         rows = import_module("datasets").load_dataset(source.hub, source.config, split=source.split)
     except Exception as error:  # the library raises dozens of types; to the user all mean the same
-        raise InvalidInputError(
-            f"cannot get {source.hub!r} from the hub: {one_line(error)}; {way_out}"
-        ) from error
+        what = f"cannot get {source.hub!r} from the hub: {one_line(error)}"
+        raise InvalidInputError(f"{what}; {way_out}") from error
     return [(f"{source.hub} row {number}", row) for number, row in enumerate(rows)]

@@ -110,9 +110,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.tasks:
         raise InvalidInputError("no task given; name some with --tasks, such as gsm8k or bundled")
     if args.drafter == "none" or args.num_draft_tokens == 0:
-        raise InvalidInputError(
-            "plain decoding is always evaluated; leave out --drafter none and -k 0"
-        )
+        what = "plain decoding is always evaluated"
+        raise InvalidInputError(f"{what}; leave out --drafter none and -k 0")
     if args.log_samples and not args.out:
         raise InvalidInputError("--log-samples needs a folder to write to; name it with --out")
     if args.system is not None and not args.chat:
@@ -120,9 +119,8 @@ def run(args: argparse.Namespace) -> int:
     if args.peer and args.ray is not None:
         raise InvalidInputError("peers run in this process; leave out --peer or --ray")
     if find_spec("lm_eval") is None:
-        raise InvalidInputError(
-            f"specdec eval needs lm-eval, which is not installed; run: {install_command('eval')}"
-        )
+        what = "specdec eval needs lm-eval, which is not installed"
+        raise InvalidInputError(f"{what}; run: {install_command('eval')}")
 
     from evals.prompt_sets import parse_data
     from evals.report.html import check_plotting, html_report

@@ -108,9 +108,8 @@ def think_end(given: str | int | None, tokenizer: Any) -> str | int | None:
         return None
     if isinstance(given, int) or given.isdigit():
         if not 0 <= int(given) < len(tokenizer):
-            raise InvalidInputError(
-                f"think_end_token is {given}, of {len(tokenizer)} tokens; give its text"
-            )
+            what = f"think_end_token is {given}, of {len(tokenizer)} tokens"
+            raise InvalidInputError(f"{what}; give its text")
         return int(given)
     known = {added.content: token for token, added in tokenizer.added_tokens_decoder.items()}
     return known.get(given, given)
@@ -127,9 +126,8 @@ def batch_size_of(value: int | str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise InvalidInputError(
-            f"batch_size is {value!r}; it must be a whole number or auto"
-        ) from None
+        what = f"batch_size is {value!r}"
+        raise InvalidInputError(f"{what}; it must be a whole number or auto") from None
 
 
 def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:

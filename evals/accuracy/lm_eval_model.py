@@ -181,9 +181,8 @@ class SpecdecLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Log-probability and greediness of each continuation; long contexts are cut."""
         if self.decoder is None:
-            raise InvalidInputError(
-                "given texts are scored by one engine, not by a cluster; leave out --ray"
-            )
+            what = "given texts are scored by one engine, not by a cluster"
+            raise InvalidInputError(f"{what}; leave out --ray")
         sequences = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:

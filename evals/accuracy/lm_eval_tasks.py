@@ -59,9 +59,8 @@ class Tasks:
                 raise InvalidInputError(f"{what}; use lm-eval's own command with --model specdec")
             size = len(task.eval_docs)
             if limit is not None and not 1 <= limit <= size:
-                raise InvalidInputError(
-                    f"limit is {limit} and task {name!r} has {size} samples; choose 1 to {size}"
-                )
+                what = f"limit is {limit} and task {name!r} has {size} samples"
+                raise InvalidInputError(f"{what}; choose 1 to {size}")
 
     def evaluate(self, lm: LM, **options: Any) -> dict[str, Any]:
         """Results of `lm_eval.simple_evaluate`."""
@@ -101,9 +100,8 @@ class Tasks:
             return humaneval_task(name, folder) | own
         path = self._manager.task_index[name].yaml_path
         if path is None:
-            raise InvalidInputError(
-                f"task {name!r} has no single configuration file; --data serves single tasks only"
-            )
+            what = f"task {name!r} has no single configuration file"
+            raise InvalidInputError(f"{what}; --data serves single tasks only")
         override = folder / f"{name}.yaml"
         content = {"include": str(path), "dataset_name": None, **own}
         write_text(override, json.dumps(content))  # JSON is YAML, too

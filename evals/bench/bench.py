@@ -96,13 +96,11 @@ class Bench:
                     message = f"k is {k} and drafter {name!r} gives 1 to {drafter.max_draft_tokens}"
                     raise InvalidInputError(f"{message}; choose within that")
             if config.budgets and (reasons := budget_reasons(base.verifier, EngineConfig())):
-                raise InvalidInputError(
-                    f"budgets are asked for, but {'; '.join(reasons)}; leave out --budget"
-                )
+                what = f"budgets are asked for, but {'; '.join(reasons)}"
+                raise InvalidInputError(f"{what}; leave out --budget")
             if config.trees and (reasons := tree_reasons(base.verifier, drafter, EngineConfig())):
-                raise InvalidInputError(
-                    f"trees are asked for, but {'; '.join(reasons)}; leave out --tree"
-                )
+                what = f"trees are asked for, but {'; '.join(reasons)}"
+                raise InvalidInputError(f"{what}; leave out --tree")
         self._peers = [load_peer(name, base.verifier) for name in config.peers]
         most = max(config.concurrencies)
         for peer in self._peers:

@@ -166,15 +166,13 @@ def run(args: argparse.Namespace) -> int:
         )
     if not bool(most[action]) <= len(files) <= most[action]:
         some = {"measure": "no", "compare": "1 or 2", "show": "1"}[action]
-        raise InvalidInputError(
-            f"{action} takes {some} report files, not {len(files)}; see specdec bench --help"
-        )
+        what = f"{action} takes {some} report files, not {len(files)}"
+        raise InvalidInputError(f"{what}; see specdec bench --help")
     if args.synthetic_acceptance and args.dummy_weights is None:
         raise InvalidInputError("--synthetic-acceptance is for random weights; add --dummy-weights")
     if args.divide_drafter is not None and not args.synthetic_acceptance:
-        raise InvalidInputError(
-            "--divide-drafter is for a drafter of random weights; add --synthetic-acceptance"
-        )
+        what = "--divide-drafter is for a drafter of random weights"
+        raise InvalidInputError(f"{what}; add --synthetic-acceptance")
     if args.ray is not None and (action != "measure" or args.dummy_weights is not None):
         what = "--ray spreads prompt sets over engines"
         raise InvalidInputError(f"{what}; leave it out with compare, show and --dummy-weights")
@@ -236,9 +234,8 @@ def _measure(args: argparse.Namespace) -> int:
         reports = bench.run(provenance(base, list(bench.drafters)))
     else:
         if config.peers:
-            raise InvalidInputError(
-                "peers are measured beside one engine of this process; leave out --peer or --ray"
-            )
+            what = "peers are measured beside one engine of this process"
+            raise InvalidInputError(f"{what}; leave out --peer or --ray")
         path = _answers_file(args.out)
         reports = ClusterBench(
             load_pool(args, None, smallest), config, path=path, progress=_cluster_progress()

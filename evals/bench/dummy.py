@@ -63,9 +63,8 @@ class DummyConfig:
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "concurrencies", "verify_rows"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
-                raise InvalidInputError(
-                    f"{name} is {getattr(self, name)}; give one or more numbers of at least 1"
-                )
+                what = f"{name} is {getattr(self, name)}"
+                raise InvalidInputError(f"{what}; give one or more numbers of at least 1")
         for nodes in self.trees:
             EngineConfig(tree_nodes=nodes)
         for name, least in (("steps", 1), ("repeats", 1), ("warmup", 0)):

@@ -119,13 +119,11 @@ class SyntheticBench(DummyBench):
         if self._group is None and divides:
             raise InvalidInputError("one process has the whole drafter; leave out --divide-drafter")
         if self._group is not None and config.peers:
-            raise InvalidInputError(
-                "--synthetic-acceptance with --peer takes one process; leave out torchrun"
-            )
+            what = "--synthetic-acceptance with --peer takes one process"
+            raise InvalidInputError(f"{what}; leave out torchrun")
         if self._group is not None and None in self._shapes:
-            raise InvalidInputError(
-                "each rank would choose shapes by its own clock; give -k a number"
-            )
+            what = "each rank would choose shapes by its own clock"
+            raise InvalidInputError(f"{what}; give -k a number")
         if config.peers:
             check_drafter("vllm", drafter, verifier, library_for(verifier.device).__version__)
 

@@ -131,9 +131,8 @@ def load(detail: str | None, *, verifier: Verifier) -> LlamaCppPeer:
             " generation_config.json; measure all without, by --generation-config none"
         )
     if detail is None and verifier.name != "embedded":
-        raise InvalidInputError(
-            f"peer {NAME!r} needs the GGUF file of {verifier.name!r}; give it as {NAME}:FILE"
-        )
+        what = f"peer {NAME!r} needs the GGUF file of {verifier.name!r}"
+        raise InvalidInputError(f"{what}; give it as {NAME}:FILE")
     if detail is None:
         from verifiers.weights.embedded import gguf_path
 

@@ -213,9 +213,8 @@ def load(detail: str | None, *, verifier: Verifier) -> VllmPeer:
     """
     name = "vllm" if detail is None else f"vllm:{detail}"
     if verifier.device.type != "cuda":
-        raise InvalidInputError(
-            f"peer {name!r} runs on a GPU and the target is on {verifier.device}; leave it out"
-        )
+        what = f"peer {name!r} runs on a GPU and the target is on {verifier.device}"
+        raise InvalidInputError(f"{what}; leave it out")
     drafter = None if detail is None else located(detail)
     if drafter is not None and "/" not in drafter and not Path(drafter).exists():
         what = f"peer {name!r} names no drafter checkpoint"

@@ -36,9 +36,8 @@ def library_for(device: torch.device) -> Any:
         InvalidInputError: not installed, or the device is a CPU.
     """
     if device.type != "cuda":
-        raise InvalidInputError(
-            f"peer 'vllm' runs on a GPU and the target is on {device}; leave it out"
-        )
+        what = f"peer 'vllm' runs on a GPU and the target is on {device}"
+        raise InvalidInputError(f"{what}; leave it out")
     return import_vllm("vllm")
 
 

@@ -87,9 +87,8 @@ def profile_steps(
             f" {engine.config.max_num_seqs}; raise it or give fewer"
         )
     if steps < 1 or warmup < 0:
-        raise InvalidInputError(
-            f"steps is {steps} and warmup {warmup}; measure at least 1 step after 0 or more"
-        )
+        what = f"steps is {steps} and warmup {warmup}"
+        raise InvalidInputError(f"{what}; measure at least 1 step after 0 or more")
     check_writable(trace)
     window = _measure(decoder, prompts, steps, warmup)
     # every pass knows more graphs, so that in the end none is left to capture

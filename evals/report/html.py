@@ -63,9 +63,8 @@ def check_plotting() -> None:
         InvalidInputError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise InvalidInputError(
-            f"--html draws with matplotlib, which is not installed; run: {install_command('eval')}"
-        )
+        what = "--html draws with matplotlib, which is not installed"
+        raise InvalidInputError(f"{what}; run: {install_command('eval')}")
 
 
 def html_report(report: Report) -> str:

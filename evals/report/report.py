@@ -54,9 +54,8 @@ def read_report(path: Path, schema: str | None = None) -> Report:
         what = f"{str(path)!r} was not written by specdec"
         raise InvalidInputError(f"{what}; give a file that specdec bench or eval wrote")
     if schema is not None and name != schema:
-        raise InvalidInputError(
-            f"{str(path)!r} follows schema {name!r}, not {schema!r}; give a report of the same kind"
-        )
+        what = f"{str(path)!r} follows schema {name!r}, not {schema!r}"
+        raise InvalidInputError(f"{what}; give a report of the same kind")
     if report.get("schema_version") != SCHEMA_VERSIONS[name]:
         raise InvalidInputError(
             f"{str(path)!r} follows version {report.get('schema_version')} of schema {name!r} and"
@@ -66,9 +65,8 @@ def read_report(path: Path, schema: str | None = None) -> Report:
     needed = ("provenance", "settings", "complete", "tasks" if name == "specdec-eval" else "rows")
     missing = [field for field in needed if field not in report]
     if missing:
-        raise InvalidInputError(
-            f"{str(path)!r} lacks {', '.join(missing)}; it was cut or edited, so measure again"
-        )
+        what = f"{str(path)!r} lacks {', '.join(missing)}"
+        raise InvalidInputError(f"{what}; it was cut or edited, so measure again")
     return report
 
 
@@ -92,6 +90,5 @@ def of_files(*files: str) -> Iterator[None]:
         ValueError,
     ) as error:
         names = " or ".join(map(repr, files))
-        raise InvalidInputError(
-            f"{names} was cut or edited ({type(error).__name__}: {one_line(error)}); measure again"
-        ) from error
+        what = f"{names} was cut or edited ({type(error).__name__}: {one_line(error)})"
+        raise InvalidInputError(f"{what}; measure again") from error

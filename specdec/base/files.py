@@ -30,9 +30,8 @@ def user_path(name: str | Path, option: str | None = None) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:
         way_out = f"set {option} to a whole path" if option else "write the path without ~"
-        raise InvalidInputError(
-            f"{str(name)!r} begins with a home that the system does not know; {way_out}"
-        ) from error
+        what = f"{str(name)!r} begins with a home that the system does not know"
+        raise InvalidInputError(f"{what}; {way_out}") from error
 
 
 def read_lines(path: Path, *, what: str, way_out: str) -> list[tuple[str, str]]:
@@ -50,9 +49,8 @@ def read_lines(path: Path, *, what: str, way_out: str) -> list[tuple[str, str]]:
         # any end of line
         text = io.TextIOWrapper(io.BytesIO(_content(path, way_out)), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
-        raise InvalidInputError(
-            f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it"
-        ) from error
+        message = f"{str(path)!r} is not UTF-8 text (byte {error.start})"
+        raise InvalidInputError(f"{message}; convert it") from error
     # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
     numbered = enumerate(text.split("\n"), start=1)
     lines = [(f"{path}:{number}", line) for number, line in numbered if line.strip()]

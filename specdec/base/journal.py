@@ -120,9 +120,8 @@ class Journal:
         except ValueError as error:
             raise InvalidInputError(f"{path}:{number} is damaged ({error}); {way_out}") from error
         if not isinstance(entry, dict) or (number > 1 and not isinstance(entry.get("key"), str)):
-            raise InvalidInputError(
-                f"{path}:{number} holds no sample of specdec {self._command}; {way_out}"
-            )
+            what = f"{path}:{number} holds no sample of specdec {self._command}"
+            raise InvalidInputError(f"{what}; {way_out}")
         return entry
 
     def _foreign(self, path: Path) -> InvalidInputError:

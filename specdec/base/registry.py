@@ -199,9 +199,8 @@ def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
     if name in DRAFTERS or name in ("auto", "none"):
         raise InvalidInputError(f"there is a drafter {name!r} already; choose another name")
     if not name or any(mark in name for mark in "/:+"):
-        raise InvalidInputError(
-            f"{name!r} is no name for a drafter; choose a word without /, : and +"
-        )
+        what = f"{name!r} is no name for a drafter"
+        raise InvalidInputError(f"{what}; choose a word without /, : and +")
     DRAFTERS[name] = loader
 
 

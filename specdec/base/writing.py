@@ -89,9 +89,8 @@ def place_of(path: Path) -> Place:
         InvalidInputError: to a folder, a FIFO, a socket or a disk; or the system does not show it.
     """
     if "\0" in str(path):
-        raise InvalidInputError(
-            f"cannot write {str(path)!r}: a name holds no NUL character; choose another"
-        )
+        what = f"cannot write {str(path)!r}: a name holds no NUL character"
+        raise InvalidInputError(f"{what}; choose another")
     descriptors = re.compile(rf"(/proc/(self|{os.getpid()})(/task/\d+)?|/dev)/fd")
     end = path
     with disk_errors(path):
@@ -127,9 +126,8 @@ def check_writable(*paths: str | Path | None) -> None:
         else:
             closed = place.found is not None and not os.access(place.path, os.W_OK)
         if closed:
-            raise InvalidInputError(
-                f"cannot write {str(path)!r}: it is open for reading alone; choose another place"
-            )
+            what = f"cannot write {str(path)!r}: it is open for reading alone"
+            raise InvalidInputError(f"{what}; choose another place")
         if place.found is None:
             if not _is_open(folder):
                 what = f"cannot write {str(path)!r}: folder {str(folder)!r} is missing or closed"
@@ -243,9 +241,8 @@ def claimed(folder: Path) -> Iterator[None]:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(number)
-        raise InvalidInputError(
-            f"folder {str(folder)!r} is in use by another process; choose another"
-        ) from error
+        what = f"folder {str(folder)!r} is in use by another process"
+        raise InvalidInputError(f"{what}; choose another") from error
     try:
         yield
     finally:
@@ -263,9 +260,8 @@ def make_folder(name: str | Path, *, private: bool = False) -> Path:
         folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else str(error)
-        raise InvalidInputError(
-            f"cannot make folder {str(name)!r}: {reason}; choose another with --out"
-        ) from error
+        what = f"cannot make folder {str(name)!r}: {reason}"
+        raise InvalidInputError(f"{what}; choose another with --out") from error
     if not _is_open(folder):
         raise InvalidInputError(f"cannot write to folder {str(name)!r}; choose another with --out")
     return folder

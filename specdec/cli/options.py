@@ -107,9 +107,8 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
     """
     config = ClusterConfig(**from_options(ClusterConfig, args))
     if args.ray is None and config != ClusterConfig():
-        raise InvalidInputError(
-            "--engines, --gpus-per-engine and --cpus-per-engine are about a cluster; add --ray"
-        )
+        what = "--engines, --gpus-per-engine and --cpus-per-engine are about a cluster"
+        raise InvalidInputError(f"{what}; add --ray")
     return config
 
 

@@ -122,13 +122,11 @@ def _read_stdin() -> Prompt:
     try:
         return _prompt("standard input", sys.stdin.read().rstrip("\n"))
     except UnicodeDecodeError as error:
-        raise InvalidInputError(
-            f"standard input is not UTF-8 text (byte {error.start}); convert it"
-        ) from error
+        what = f"standard input is not UTF-8 text (byte {error.start})"
+        raise InvalidInputError(f"{what}; convert it") from error
     except OSError as error:
-        raise InvalidInputError(
-            f"cannot read standard input: {reason_of(error)}; pipe text in, or name a file"
-        ) from error
+        what = f"cannot read standard input: {reason_of(error)}"
+        raise InvalidInputError(f"{what}; pipe text in, or name a file") from error
 
 
 def _prompt(source: str, text: str) -> Prompt:
@@ -226,7 +224,6 @@ def _parse(record: dict[str, Any], source: str) -> Prompt:
         except InvalidInputError as error:
             raise InvalidInputError(f"{source}: {error}") from error
     elif not isinstance(content, str):
-        raise InvalidInputError(
-            f"{source}: {given[0]} is a JSON {type(content).__name__}; it must be a string"
-        )
+        what = f"{source}: {given[0]} is a JSON {type(content).__name__}"
+        raise InvalidInputError(f"{what}; it must be a string")
     return Prompt(source, content, *parted(record))

@@ -50,9 +50,8 @@ class Calls:
 
     def __post_init__(self) -> None:
         if self.form not in FORMATS:
-            raise InvalidInputError(
-                f"the format of calls is {self.form!r}; choose one of {', '.join(FORMATS)}"
-            )
+            problem = f"the format of calls is {self.form!r}"
+            raise InvalidInputError(f"{problem}; choose one of {', '.join(FORMATS)}")
         wrong = [name for name, _ in self.functions if not NAME.fullmatch(name)]
         if wrong or not self.functions:
             message = "there is no function to call; give one"

@@ -241,9 +241,8 @@ class GrammarCompiler:
                     return ask(link, vocabulary, grammar, seconds)
             if job.stopped:
                 raise CancelledError
-        raise RuntimeError(
-            "the process that compiles grammars has ended twice; is there memory for it?"
-        )
+        what = "the process that compiles grammars has ended twice"
+        raise RuntimeError(f"{what}; is there memory for it?")
 
 
 def _shut(link: socket.socket) -> None:

@@ -124,9 +124,8 @@ def _structured(outputs: Any) -> list[Grammar]:
     given = {name: value for name, value in outputs.items() if _is_given(value)}
     unknown = next((name for name in given if name not in MAKERS), None)
     if unknown is not None:
-        raise InvalidInputError(
-            f"structured_outputs asks for {shown(unknown)}; choose one of {', '.join(MAKERS)}"
-        )
+        what = f"structured_outputs asks for {shown(unknown)}"
+        raise InvalidInputError(f"{what}; choose one of {', '.join(MAKERS)}")
     return [_made(name, value, f"structured_outputs.{name}") for name, value in given.items()]
 
 

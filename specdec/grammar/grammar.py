@@ -76,9 +76,8 @@ class Grammar:
     @staticmethod
     def _check_schema(what: str, text: str) -> None:
         if reasons := _said(text)[0]:
-            raise InvalidInputError(
-                f"{what} asks for what cannot be held to: {'; '.join(reasons)}; leave that out"
-            )
+            message = f"{what} asks for what cannot be held to: {'; '.join(reasons)}"
+            raise InvalidInputError(f"{message}; leave that out")
 
     @property
     def notes(self) -> list[str]:

@@ -47,9 +47,8 @@ def check_size(what: str, size: int, most: int) -> None:
     InvalidInputError: a text is too long.
     """
     if size > most:
-        raise InvalidInputError(
-            f"{what} has {size:,} characters and the limit is {most:,}; make it smaller"
-        )
+        message = f"{what} has {size:,} characters and the limit is {most:,}"
+        raise InvalidInputError(f"{message}; make it smaller")
 
 
 def shown(text: object, most: int = 120) -> str:

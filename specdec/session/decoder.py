@@ -80,9 +80,8 @@ class SpecDecoder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if config is not None and not isinstance(config, EngineConfig):
-            raise InvalidInputError(
-                f"the engine's config is a {type(config).__name__}; give an EngineConfig"
-            )
+            what = f"the engine's config is a {type(config).__name__}"
+            raise InvalidInputError(f"{what}; give an EngineConfig")
         self.verifier = verifier
         self.tokenizer = tokenizer
         self._variables = template_variables(chat_template_kwargs)
@@ -389,22 +388,19 @@ def _samplings(sampling: Sampling, overrides: dict[str, Any], count: int) -> lis
     if not isinstance(sampling, Sequence):
         return [_with(sampling, overrides)] * count
     if len(sampling) != count:
-        raise InvalidInputError(
-            f"{len(sampling)} samplings are given for {count} inputs; give one, or one for each"
-        )
+        what = f"{len(sampling)} samplings are given for {count} inputs"
+        raise InvalidInputError(f"{what}; give one, or one for each")
     return [_with(one, dict(overrides)) for one in sampling]
 
 
 def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> SamplingParams:
     if sampling is not None and not isinstance(sampling, SamplingParams):
-        raise InvalidInputError(
-            f"sampling is a {type(sampling).__name__}; give a SamplingParams, or its fields by name"
-        )
+        what = f"sampling is a {type(sampling).__name__}"
+        raise InvalidInputError(f"{what}; give a SamplingParams, or its fields by name")
     if "max_new_tokens" in overrides:
         if "max_tokens" in overrides:
-            raise InvalidInputError(
-                "max_tokens is given twice, once as max_new_tokens; give one of them"
-            )
+            what = "max_tokens is given twice, once as max_new_tokens"
+            raise InvalidInputError(f"{what}; give one of them")
         overrides["max_tokens"] = overrides.pop("max_new_tokens")
     known = SamplingParams.__dataclass_fields__
     unknown = [name for name in overrides if name not in known]

@@ -138,9 +138,8 @@ def _check_loader(loader: object, choice: object) -> None:
 
 def _composed(choice: str, names: Sequence[str]) -> Callable[[Verifier], Drafter]:
     if "" in names or "none" in names:
-        raise InvalidInputError(
-            f"drafter is {choice!r}; write names with + between them, such as suffix+auto"
-        )
+        what = f"drafter is {choice!r}"
+        raise InvalidInputError(f"{what}; write names with + between them, such as suffix+auto")
     makers, compose = [_maker(name) for name in names], import_attribute(COMPOSITION)
     return lambda verifier: cast(Drafter, compose([make(verifier) for make in makers]))
 
@@ -152,8 +151,7 @@ def _is_checkpoint(name: str) -> bool:
 
 def _made(drafter: Any, choice: object) -> Drafter:
     if not hasattr(drafter, "bind"):
-        raise InvalidInputError(
-            f"{choice!r} made a {type(drafter).__name__}, which has no bind; see docs/drafters.md"
-        )
+        what = f"{choice!r} made a {type(drafter).__name__}, which has no bind"
+        raise InvalidInputError(f"{what}; see docs/drafters.md")
     made: Drafter = drafter
     return made

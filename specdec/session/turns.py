@@ -132,9 +132,8 @@ class Turns:
             CapacityError: in the main thread, which ends the program.
         """
         if threading.current_thread() is threading.main_thread():
-            raise CapacityError(
-                "the program is ending, and nothing is decoded any more; decode before its end"
-            )
+            what = "the program is ending, and nothing is decoded any more"
+            raise CapacityError(f"{what}; decode before its end")
         self._parked |= self._owner is not None and self._owner[0] == threading.get_ident()
         while True:
             time.sleep(3600)

@@ -61,9 +61,8 @@ def asks_to_continue(messages: Sequence[Mapping[str, Any]]) -> bool:
         for name in _CONTINUED:
             given = message.get(name)
             if not isinstance(given, bool | None):
-                raise InvalidInputError(
-                    f"{name} of message {number} is {shown(given)}; give true or false"
-                )
+                what = f"{name} of message {number} is {shown(given)}"
+                raise InvalidInputError(f"{what}; give true or false")
             if given and (number < len(messages) - 1 or message.get("role") != "assistant"):
                 raise InvalidInputError(
                     f"message {number} has {name}, which only the last message may have, and only"
@@ -142,9 +141,8 @@ def template_variables(given: Any) -> dict[str, Any]:
     try:
         found = parse_json(given if isinstance(given, str) else json.dumps(given))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidInputError(
-            f"chat_template_kwargs are no JSON: {one_line(error)}; {way_out}"
-        ) from error
+        what = f"chat_template_kwargs are no JSON: {one_line(error)}"
+        raise InvalidInputError(f"{what}; {way_out}") from error
     if not isinstance(found, dict):
         raise InvalidInputError(f"chat_template_kwargs are {shown(given)}; {way_out}")
     return found
@@ -161,9 +159,8 @@ def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizer
     """
     kind: Any = type(tokenizer)
     if taken := next((name for name in variables if name in _own(kind)), None):
-        raise InvalidInputError(
-            f"chat_template_kwargs names {taken!r}, which is no variable of templates; leave it out"
-        )
+        what = f"chat_template_kwargs names {taken!r}, which is no variable of templates"
+        raise InvalidInputError(f"{what}; leave it out")
 
 
 @cache
@@ -182,9 +179,8 @@ def _readable(number: int, message: Any) -> dict[str, Any]:
         refusal = message.get("refusal")
         content = refusal if isinstance(refusal, str) else ""
     elif not isinstance(content, str):
-        raise InvalidInputError(
-            f"the content of message {number} is a {type(content).__name__}; give text"
-        )
+        what = f"the content of message {number} is a {type(content).__name__}"
+        raise InvalidInputError(f"{what}; give text")
     made = {**message, "content": content}
     calls = message.get("tool_calls")
     if not calls and isinstance(message.get("function_call"), Mapping):

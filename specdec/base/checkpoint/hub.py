@@ -138,9 +138,8 @@ def json_object(path: Path, name: str, *, what: str) -> dict[str, Any]:
         message = f"{path.name} of {what} {name!r} is not valid JSON ({one_line(error)})"
         raise CheckpointError(f"{message}; fetch or write it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path.name} of {what} {name!r} holds no JSON object; fetch or write it again"
-        )
+        message = f"{path.name} of {what} {name!r} holds no JSON object"
+        raise CheckpointError(f"{message}; fetch or write it again")
     return content
 
 

@@ -67,9 +67,8 @@ def missing_config(name: str | Path, what: str) -> CheckpointError:
             f"{what} {str(name)!r} has no {CONFIG} itself, but its folders {', '.join(variants)}"
             f" have; name one, such as {_inside(str(name), variants[0])!r}"
         )
-    return CheckpointError(
-        f"{what} {str(name)!r} has no {CONFIG}; give a checkpoint in the layout of transformers"
-    )
+    message = f"{what} {str(name)!r} has no {CONFIG}"
+    return CheckpointError(f"{message}; give a checkpoint in the layout of transformers")
 
 
 def _inside(name: str, folder: str) -> str:

@@ -128,9 +128,8 @@ class TensorFiles:
         try:
             return ask(self._handle(file))
         except (SafetensorError, KeyError) as error:
-            raise CheckpointError(
-                f"{file!r} does not hold {name!r} ({error}); fetch the whole checkpoint again"
-            ) from error
+            what = f"{file!r} does not hold {name!r} ({error})"
+            raise CheckpointError(f"{what}; fetch the whole checkpoint again") from error
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
@@ -145,9 +144,8 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path.name!r} is damaged ({one_line(error)}); fetch the whole checkpoint again"
-        ) from error
+        what = f"{path.name!r} is damaged ({one_line(error)})"
+        raise CheckpointError(f"{what}; fetch the whole checkpoint again") from error
 
 
 class _Pickle:
@@ -209,9 +207,8 @@ def read_pickle(path: Path) -> Any:
         if foreign:
             what = f"{path.name!r} holds {foreign[1]} beside tensors, code that is never run"
             raise CheckpointError(f"{what}; take the checkpoint's safetensors files") from error
-        raise CheckpointError(
-            f"{path.name!r} is damaged ({one_line(error)}); fetch the whole checkpoint again"
-        ) from error
+        what = f"{path.name!r} is damaged ({one_line(error)})"
+        raise CheckpointError(f"{what}; fetch the whole checkpoint again") from error
 
 
 def _announced(files: Iterable[str]) -> list[str]:
@@ -238,14 +235,12 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         content = parse_json(path.read_bytes(), strict=False)
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path.name!r} is not valid JSON ({error}); fetch it again"
-        ) from error
+        what = f"{path.name!r} is not valid JSON ({error})"
+        raise CheckpointError(f"{what}; fetch it again") from error
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not files or not all(map(_is_beside, files.values())):
-        raise CheckpointError(
-            f"{path.name!r} does not name a file beside it for each tensor; fetch it again"
-        )
+        what = f"{path.name!r} does not name a file beside it for each tensor"
+        raise CheckpointError(f"{what}; fetch it again")
     return files
 
 

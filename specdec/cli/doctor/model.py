@@ -32,9 +32,8 @@ def run_model(args: argparse.Namespace) -> int:
     from specdec.device.device import cache_dtype, describe_device, resolve_device, resolve_dtype
 
     if args.gpu_memory is not None and not 0 < args.gpu_memory < 1e6:
-        raise InvalidInputError(
-            f"--gpu-memory is {args.gpu_memory:g}; give the memory of one GPU in GB, such as 192"
-        )
+        what = f"--gpu-memory is {args.gpu_memory:g}"
+        raise InvalidInputError(f"{what}; give the memory of one GPU in GB, such as 192")
     device = resolve_device(args.device)
     elsewhere = args.gpu_memory is not None  # a GPU that is not here
     kind = torch.device("cuda") if elsewhere else device

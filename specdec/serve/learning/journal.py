@@ -49,9 +49,8 @@ class RequestJournal:
 
     def __init__(self, folder: str | Path, limit: int) -> None:
         if limit < LEAST_BYTES:
-            raise InvalidInputError(
-                f"learn_limit is {limit:,} bytes; it must be at least {LEAST_BYTES:,}"
-            )
+            what = f"learn_limit is {limit:,} bytes"
+            raise InvalidInputError(f"{what}; it must be at least {LEAST_BYTES:,}")
         self.folder, self._limit = make_folder(folder, private=True), limit
         self._claim = ExitStack()
         self._claim.enter_context(claimed(self.folder))
