@@ -145,11 +145,8 @@ def run(args: argparse.Namespace) -> int:
         report = evaluate(system, drafter, config, origin)
     except KeyboardInterrupt:
         if folder:
-            print(
-                f"\nspecdec: finished samples are kept in {folder}; the same command goes on from"
-                f" there",
-                file=sys.stderr,
-            )
+            text = f"\nspecdec: finished samples are kept in {folder}"
+            print(f"{text}; the same command goes on from there", file=sys.stderr)
         raise
     if args.html:  # first: standard output may be closed
         write_text(Path(args.html), html_report(report))

@@ -63,10 +63,8 @@ def check_model_arguments(others: Mapping[str, Any], model: type) -> None:
         harmless, way_out = MODEL_ARGUMENTS.get(name, ((), ""))
         if value is None or value in harmless:
             if name == "trust_remote_code" and value:
-                logger.warning(
-                    "trust_remote_code has no effect: code that comes with a checkpoint is never"
-                    " run"
-                )
+                text = "trust_remote_code has no effect"
+                logger.warning(f"{text}: code that comes with a checkpoint is never run")
             continue
         if not way_out:
             own = [
@@ -91,9 +89,8 @@ def parsed_arguments(text: str) -> dict[str, Any]:
 def device_of(name: str | None) -> str:
     """The device that lm-eval names, or "auto" where it is merely its default and not there."""
     if name == DEFAULT_DEVICE and not torch.cuda.is_available():
-        logger.warning(
-            "device %s is lm-eval's default and not on this machine; auto is taken", DEFAULT_DEVICE
-        )
+        text = "device %s is lm-eval's default and not on this machine; auto is taken"
+        logger.warning(text, DEFAULT_DEVICE)
         return "auto"
     return name or "auto"
 

@@ -73,9 +73,8 @@ def sides_grid(report: Report) -> Grid:
         *certainty_note(report),
     ]
     if engines := report["settings"].get("num_engines"):
-        notes.append(
-            f"tokens/s are those of one engine, of {engines}: all tokens by the time of all."
-        )
+        text = f"tokens/s are those of one engine, of {engines}: all tokens by the time of all."
+        notes.append(text)
     return Grid("all sides", (*head, *tail), rows, (0, 3), tuple(notes))
 
 

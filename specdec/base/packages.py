@@ -39,10 +39,8 @@ def foreign_packages(names: Iterable[str] = PACKAGES) -> list[str]:
         elif folders != [ROOT / name] and [folder.resolve() for folder in folders] != [
             (ROOT / name).resolve()
         ]:
-            found.append(
-                f"package {name!r} is not the one of {DISTRIBUTION} but {where};"
-                f" run from another folder, or rename or uninstall that package"
-            )
+            text = f"package {name!r} is not the one of {DISTRIBUTION} but {where}"
+            found.append(f"{text}; run from another folder, or rename or uninstall that package")
     return found
 
 

@@ -322,9 +322,8 @@ class Session:
             try:
                 self.run_until(lambda: not self._callers)
             except BaseException as error:  # whatever a drafter raises, this thread goes on
-                logger.debug(
-                    "the engine failed, and who waits for a request has been told: %s", error
-                )
+                text = "the engine failed, and who waits for a request has been told: %s"
+                logger.debug(text, error)
 
     def _step(self) -> None:
         """One step of the engine, and its news to everyone; by the caller whose turn it is."""

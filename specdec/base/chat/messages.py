@@ -86,10 +86,8 @@ def for_template(
     made = [{key: message[key] for key in message if key not in _CONTINUED} for message in messages]
     for message in made:
         if message.get("role") == "developer" and "developer" not in template:
-            logger.warning(
-                "the chat template knows no role developer: its messages are given as those of the"
-                " system"
-            )
+            text = "the chat template knows no role developer"
+            logger.warning(f"{text}: its messages are given as those of the system")
             message["role"] = "system"
         if _reads_parts[template] and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]

@@ -93,12 +93,8 @@ def check_adapter(name: str | Path, folder: Path | None = None, *, what: str) ->
         return
     if folder is not None and not weight_files(folder) and gguf_file(folder) is None:
         raise _lone_adapter(name, what)
-    logger.warning(
-        "%r has an adapter (%s), which is not applied; merge it into the weights if it belongs to"
-        " them",
-        str(name),
-        ADAPTER,
-    )
+    text = "%r has an adapter (%s), which is not applied"
+    logger.warning(f"{text}; merge it into the weights if it belongs to them", str(name), ADAPTER)
 
 
 def _lone_adapter(name: str | Path, what: str) -> CheckpointError:

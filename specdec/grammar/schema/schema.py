@@ -313,9 +313,8 @@ class _Reader:
             self._numbers[text] = len(self._numbers)
             self._num_characters += sum(map(len, text.patterns))
             if self._num_characters > MAX_PATTERN_CHARACTERS:
-                self._refuse(
-                    f"patterns of more than {MAX_PATTERN_CHARACTERS:,} characters together"
-                )
+                what = f"patterns of more than {MAX_PATTERN_CHARACTERS:,} characters together"
+                self._refuse(what)
                 return ""
             try:
                 text.check()
@@ -379,9 +378,8 @@ class _Reader:
             own.get("unevaluatedProperties", False if named or patterns else None),
         )
         if own.get("minProperties", 0) > 1 and (further is not False or patterns):
-            self._refuse(
-                f"minProperties above 1 where names are free, and so may come twice, at {path}"
-            )
+            text = f"minProperties above 1 where names are free, and so may come twice, at {path}"
+            self._refuse(text)
         if further is None and own.keys().isdisjoint(
             {"properties", "patternProperties", "propertyNames"}
         ):
@@ -392,10 +390,8 @@ class _Reader:
             if further is not False and json.dumps(name, ensure_ascii=False) != f'"{name}"'
         ]
         if escaped:
-            self._refuse(
-                f"property {shown(escaped[0])!r}, which JSON escapes, beside names that are free at"
-                f" {path}"
-            )
+            text = f"property {shown(escaped[0])!r}, which JSON escapes"
+            self._refuse(f"{text}, beside names that are free at {path}")
         if patterns and (named or len(patterns) > 1 or further is not False):
             self._refuse(f"patternProperties beside other properties at {path}")
         if "propertyNames" in own:
