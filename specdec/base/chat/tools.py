@@ -74,74 +74,68 @@ _QUOTED, _CALL = '{"name": "{name}", "arguments": ', "<tool_call>"
 _DEEPSEEK: Any = {"opening": "<｜tool▁calls▁begin｜>", "closing": "<｜tool▁calls▁end｜>"}
 _LISTED: Any = {"between": ", ", "closing": "]"}
 
-FORMATS: Mapping[str, ToolFormat] = {
-    one.name: one
-    for one in (
-        ToolFormat(
-            "harmony",
-            ("<|channel|>", "functions."),
-            "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
-            "",
-            opening="<|start|>assistant",
-            closing="<|end|>",
-            parallel=False,
-            channels=True,
-        ),
-        ToolFormat(
-            "deepseek_v3",
-            (_DEEPSEEK["opening"], "```json"),
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
-            "\n```<｜tool▁call▁end｜>",
-            **_DEEPSEEK,
-        ),
-        ToolFormat(
-            "deepseek_v31",
-            (_DEEPSEEK["opening"],),
-            "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
-            "<｜tool▁call▁end｜>",
-            between="",
-            **_DEEPSEEK,
-        ),
-        ToolFormat(
-            "mistral", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]{name}[ARGS]", "", None, "", ""
-        ),
-        ToolFormat(
-            "mistral_v3", ("[TOOL_CALLS] [",), _QUOTED, "}", None, "[TOOL_CALLS] [", **_LISTED
-        ),
-        ToolFormat("mistral_v7", ("[TOOL_CALLS]",), _QUOTED, "}", None, "[TOOL_CALLS][", **_LISTED),
-        ToolFormat(
-            "glm_4.7",
-            ("</arg_key><arg_value>",),
-            "<tool_call>{name}",
-            "</tool_call>",
-            ("<arg_key>{key}</arg_key><arg_value>", "</arg_value>"),
-            between="",
-        ),
-        ToolFormat(
-            "glm",
-            ("<arg_key>",),
-            "<tool_call>{name}\n",
-            "</tool_call>",
-            ("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
-        ),
-        ToolFormat(
-            "qwen3_coder",
-            ("<function=", "<parameter="),
-            "<tool_call>\n<function={name}>\n",
-            "</function>\n</tool_call>",
-            ("<parameter={key}>\n", "\n</parameter>\n"),
-        ),
-        ToolFormat("hermes", (_CALL,), f"{_CALL}\n{_QUOTED}", "}\n</tool_call>"),
-        ToolFormat(
-            "llama3",
-            ("<|start_header_id|>", '"parameters": '),
-            '{"name": "{name}", "parameters": ',
-            "}",
-            parallel=False,
-        ),
-        ToolFormat("json", (), _QUOTED, "}", None, "[", **_LISTED),
-    )
-}
+_FORMATS = (
+    ToolFormat(
+        "harmony",
+        ("<|channel|>", "functions."),
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        "",
+        opening="<|start|>assistant",
+        closing="<|end|>",
+        parallel=False,
+        channels=True,
+    ),
+    ToolFormat(
+        "deepseek_v3",
+        (_DEEPSEEK["opening"], "```json"),
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        **_DEEPSEEK,
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        (_DEEPSEEK["opening"],),
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        between="",
+        **_DEEPSEEK,
+    ),
+    ToolFormat("mistral", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]{name}[ARGS]", "", None, "", ""),
+    ToolFormat("mistral_v3", ("[TOOL_CALLS] [",), _QUOTED, "}", None, "[TOOL_CALLS] [", **_LISTED),
+    ToolFormat("mistral_v7", ("[TOOL_CALLS]",), _QUOTED, "}", None, "[TOOL_CALLS][", **_LISTED),
+    ToolFormat(
+        "glm_4.7",
+        ("</arg_key><arg_value>",),
+        "<tool_call>{name}",
+        "</tool_call>",
+        ("<arg_key>{key}</arg_key><arg_value>", "</arg_value>"),
+        between="",
+    ),
+    ToolFormat(
+        "glm",
+        ("<arg_key>",),
+        "<tool_call>{name}\n",
+        "</tool_call>",
+        ("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    ToolFormat(
+        "qwen3_coder",
+        ("<function=", "<parameter="),
+        "<tool_call>\n<function={name}>\n",
+        "</function>\n</tool_call>",
+        ("<parameter={key}>\n", "\n</parameter>\n"),
+    ),
+    ToolFormat("hermes", (_CALL,), f"{_CALL}\n{_QUOTED}", "}\n</tool_call>"),
+    ToolFormat(
+        "llama3",
+        ("<|start_header_id|>", '"parameters": '),
+        '{"name": "{name}", "parameters": ',
+        "}",
+        parallel=False,
+    ),
+    ToolFormat("json", (), _QUOTED, "}", None, "[", **_LISTED),
+)
+FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in _FORMATS}
 """By name. Of those whose signs a template has the first is taken."""
 
 
