@@ -49,8 +49,7 @@ MODEL_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "prefix_token_id": ((), "it is the tokenizer's own"),
     "add_bos_token": ((), "the tokenizer decides"),
 }
-"""Arguments of other models of lm-eval: values that ask for nothing, and what to do about others.
-"""
+"""Arguments of other models of lm-eval: values that ask for nothing, and what to do else."""
 
 
 def check_model_arguments(others: Mapping[str, Any], model: type) -> None:

@@ -15,8 +15,7 @@ MAKERS: dict[str, Callable[[Any], Grammar]] = {
     "choice": Grammar.choice,
     "grammar": Grammar.ebnf,
 }
-"""By the keys of vLLM's `structured_outputs`; with `guided_` before it each is a field of its own.
-"""
+"""By the keys of vLLM's `structured_outputs`; with `guided_` before it each is a field."""
 
 TYPES: dict[str, tuple[type, ...]] = {"json": (str, Mapping), "json_object": (bool,)}
 TYPES["choice"] = (list, tuple)

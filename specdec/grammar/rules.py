@@ -18,8 +18,7 @@ MARKED = re.compile(r'\(\("\\ue000" "\\u(e[0-9a-f]{3}|E[0-9A-F]{3})"\)\)')
 
 OTHER_NAMES = re.compile(r"^\w*addl_key\w* ::= .*$", re.MULTILINE)
 ESCAPED = r' | ("\\" basic_escape basic_string_sub)'
-"""Rules of names that are none of the schema's, and what would write one of these with an escape.
-"""
+"""Rules of names that are none of the schema's, and what would write one with an escape."""
 
 WHITESPACE = 16
 """Characters of white space between two parts of JSON: a line's end and its indentation."""

@@ -59,8 +59,7 @@ _REPLACEMENT = "\ufffd"
 """What a tokenizer writes for bytes that are not UTF-8, as of an unfinished character."""
 
 _LONG_WINDOW = 8
-"""Tokens that are decoded again with every new one at most, those of an unfinished character aside.
-"""
+"""Tokens decoded again with every new one at most, but for those of an unfinished character."""
 
 
 @lru_cache(maxsize=4)

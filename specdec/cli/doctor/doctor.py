@@ -36,8 +36,7 @@ ENVIRONMENT = (
     # The rest.
     "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "SPECDEC_*",
 )  # fmt: skip
-"""Variables that change what runs, of specdec and of the libraries under it; * stands for anything.
-"""
+"""Variables that change what runs, of specdec and the libraries under it; * is anything."""
 
 _PACKAGES = ("torch", "triton", "transformers", "amd-aiter")
 _TRITON = ("triton", "pytorch-triton-rocm", "triton-rocm")

@@ -52,8 +52,7 @@ FURTHER = ("additionalProperties", "unevaluatedProperties")
 COUNTS = {"minLength", "maxLength", "minProperties", "maxProperties"}
 
 LARGEST, LARGEST_WHOLE = 2**63 - 1024, 2**63 - 1
-"""The largest bounds that xgrammar reads exactly, of floats and of whole numbers; for larger ones.
-"""
+"""The largest bounds that xgrammar reads exactly, of floats and of whole numbers."""
 
 MOST_MULTIPLES = 1000
 """Values of a `multipleOf` within bounds that are written one by one."""
