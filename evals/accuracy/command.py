@@ -12,18 +12,8 @@ from specdec.base.errors import InvalidInputError
 from specdec.base.packages import install_command
 from specdec.base.registry import drafter_name
 from specdec.base.writing import check_writable, make_folder, write_text
+from specdec.cli import options
 from specdec.cli.fields import adding, from_options, whole_number
-from specdec.cli.options import (
-    cluster_config,
-    engine_config,
-    engine_options,
-    load_decoder,
-    load_pool,
-    model_options,
-    prompt_reader,
-    ray_options,
-    sampling_options,
-)
 
 if TYPE_CHECKING:
     from evals.system import System
@@ -76,23 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, name, how in _HARNESS:
         add(option, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how)
 
-    model_options(parser)
-    engine_options(
-        parser,
-        (
-            *("num_draft_tokens", "tree_nodes", "verify_budget", "draft_sampling", "max_num_seqs"),
-            *("max_model_len", "max_prefill_tokens", "graphs", "memory_bytes"),
-        ),
-        old={"max_num_seqs": "--batch-size", "max_model_len": "--max-length"},
-    )
-    sampling_options(
+    options.model_options(parser)
+    old = {"max_num_seqs": "--batch-size", "max_model_len": "--max-length"}
+    options.engine_options(parser, options.MEASURED, old=old)
+    options.sampling_options(
         parser,
         ("max_tokens", "seed", *_TASK_SAMPLING),
         defaults={"max_tokens": None, "seed": 0} | dict.fromkeys(_TASK_SAMPLING),
         old={"max_tokens": "--max-gen-toks"},
     )
 
-    ray_options(parser)
+    options.ray_options(parser)
 
     add, _, switch = adding(parser.add_argument_group("output"))
     add("--out", metavar="FOLDER", help="report.json, and finished samples to resume from")
@@ -123,18 +107,15 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"{what}; run: {install_command('eval')}")
 
     from evals.prompt_sets import parse_data
-    from evals.report.html import check_plotting, html_report
+    from evals.report.html import check_page, html_report
     from evals.report.table import format_report
 
     data = parse_data(args.data, args.tasks, "--tasks")
     folder = make_folder(args.out) if args.out else None
-    check_writable(args.html)
-    if args.html:
-        check_plotting()
+    check_page(args.html)
     if folder is not None:
-        check_writable(
-            *(folder / name for name in ("report.json", "plain.jsonl", "speculative.jsonl"))
-        )
+        names = ("report.json", "plain.jsonl", "speculative.jsonl")
+        check_writable(*(folder / name for name in names))
     from evals.accuracy.evaluation import EvalConfig, evaluate
 
     drafter = drafter_name(args.drafter, args.model)
@@ -160,14 +141,14 @@ def _system(args: argparse.Namespace, drafter: str) -> tuple[System, dict[str, A
     from evals.system import ClusterSystem, LocalSystem
     from specdec.session.provenance import command_line
 
-    cluster_config(args)
+    options.cluster_config(args)
     if args.ray is None:
-        decoder = load_decoder(args, args.drafter, engine_config(args))
+        decoder = options.load_decoder(args, args.drafter, options.engine_config(args))
         return LocalSystem(decoder), provenance(decoder, [drafter])
-    pool = load_pool(args, args.drafter, engine_config(args))
+    pool = options.load_pool(args, args.drafter, options.engine_config(args))
     found, origin = pool.call(_provenance_and_origin, drafter)
     run_by = {"command": command_line(), "num_engines": pool.config.engines}
-    return ClusterSystem(pool, prompt_reader(args), origin), found | run_by
+    return ClusterSystem(pool, options.prompt_reader(args), origin), found | run_by
 
 
 def _provenance_and_origin(

@@ -11,16 +11,8 @@ from evals.bench import shapes
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import check_writable, place_of, write_text
+from specdec.cli import options
 from specdec.cli.fields import adding, from_options
-from specdec.cli.options import (
-    cluster_config,
-    engine_options,
-    load_decoder,
-    load_pool,
-    model_options,
-    ray_options,
-    sampling_options,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,18 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--per-category", help=what)
     switch("--raw", help="continue the prompts as they are, without the chat template")
 
-    model_options(parser, several=("drafter",))
-    engine_options(
+    options.model_options(parser, several=("drafter",))
+    options.engine_options(
         parser,
-        (
-            *("num_draft_tokens", "tree_nodes", "verify_budget", "draft_sampling", "max_num_seqs"),
-            *("max_model_len", "max_prefill_tokens", "graphs", "memory_bytes"),
-        ),
+        options.MEASURED,
         several=("num_draft_tokens", "tree_nodes", "verify_budget", "max_num_seqs"),
         defaults={"max_num_seqs": 1},
         old={"max_num_seqs": "--concurrency"},
     )
-    sampling_options(
+    options.sampling_options(
         parser,
         ("max_tokens", "temperature", "top_k", "top_p", "seed"),
         several=("temperature",),
@@ -138,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " expected to be faster)",
     )
 
-    ray_options(parser)
+    options.ray_options(parser)
 
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="FILE", help="write the report as JSON, after every part of the sweep")
@@ -188,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         return measure_dummy(args)
     if action == "measure":
         return _measure(args)
-    from evals.report.html import check_plotting
+    from evals.report.html import check_page
     from evals.report.report import of_files, read_report
 
     if action == "compare":
@@ -201,9 +190,7 @@ def run(args: argparse.Namespace) -> int:
             text = compare_reports(one, other)
         print(text)
         return 0
-    check_writable(args.html)
-    if args.html:
-        check_plotting()
+    check_page(args.html)
     reports = [(file, read_report(Path(file))) for file in files]
     if args.html and len(reports) > 1:
         raise InvalidInputError("a page shows one report; leave out --html, or the other reports")
@@ -214,22 +201,21 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> int:
     from evals.bench.bench import Bench
     from evals.bench.cluster import ClusterBench
-    from evals.report.html import check_plotting
+    from evals.report.html import check_page
     from evals.report.provenance import provenance
     from evals.report.report import write_report
 
-    check_writable(args.out, args.html)
-    if args.html:
-        check_plotting()
+    check_writable(args.out)
+    check_page(args.html)
     config = bench_config(args)
     if config.behind_hits and args.ray is not None:
         raise InvalidInputError("--behind-hits asks one engine; leave out --ray")
-    cluster_config(args)
+    options.cluster_config(args)
     # Only the target is used, so the cache of this decoder is made as small as can be.
     smallest = EngineConfig(max_num_seqs=1, max_model_len=2)
     reports: Iterator[Report]
     if args.ray is None:
-        base = load_decoder(args, None, smallest)
+        base = options.load_decoder(args, None, smallest)
         bench = Bench(base, config, progress=_progress)
         reports = bench.run(provenance(base, list(bench.drafters)))
     else:
@@ -238,7 +224,7 @@ def _measure(args: argparse.Namespace) -> int:
             raise InvalidInputError(f"{what}; leave out --peer or --ray")
         path = _answers_file(args.out)
         reports = ClusterBench(
-            load_pool(args, None, smallest), config, path=path, progress=_cluster_progress()
+            options.load_pool(args, None, smallest), config, path=path, progress=_cluster_progress()
         ).run()
     report: Report | None = None
     try:

@@ -32,16 +32,8 @@ def measure_dummy(args: argparse.Namespace) -> int:
     from evals.report.table import format_report
     from specdec.parallel.group import join_group, rank_device
     from specdec.session.provenance import dtype_name, origin_of_run, sha256_of
+    from verifiers import dummy
     from verifiers.config.shape import expert_counts
-    from verifiers.dummy import (
-        check_way,
-        dummy_rank,
-        dummy_verifier,
-        experts_met,
-        random_model,
-        read_config,
-        write_weights,
-    )
 
     if args.html:
         raise InvalidInputError("a report of --dummy-weights has no plots; leave out --html")
@@ -53,7 +45,7 @@ def measure_dummy(args: argparse.Namespace) -> int:
         raise InvalidInputError("--dummy-weights verifies all drafts; leave out --budget")
     check_writable(args.out)
     quantize = None if args.weights in ("as-stored", "bfloat16") else args.weights
-    check_way(quantize)
+    dummy.check_way(quantize)
     config = DummyConfig(
         concurrencies=tuple(args.max_num_seqs),
         trees=tuple(nodes for nodes in args.tree_nodes if nodes),
@@ -63,7 +55,7 @@ def measure_dummy(args: argparse.Namespace) -> int:
         **from_options(DummyConfig, args),
     )
     file = config_file(args.dummy_weights)
-    shape, device = read_config(file), rank_device(resolve_device(args.device))
+    shape, device = dummy.read_config(file), rank_device(resolve_device(args.device))
     if config.peers:
         library_for(device)
     say_gpu(args.device)
@@ -89,12 +81,12 @@ def measure_dummy(args: argparse.Namespace) -> int:
     # Which experts rows meet decides how long a step takes, so a peer gets the same ones.
     weights = TemporaryDirectory(prefix="specdec-weights-") if routed and config.peers else None
     if group is None:
-        model = random_model(shape, device, dtype, seed=config.seed)
-        met = {rows: experts_met(model, rows) for rows in config.step_rows} if routed else {}
+        model = dummy.random_model(shape, device, dtype, seed=config.seed)
+        met = {rows: dummy.experts_met(model, rows) for rows in config.step_rows} if routed else {}
         if weights:
             _say(f"writing the weights for the peer to {weights.name}")
-            write_weights(model, Path(weights.name), wrapped="text_config" in entries(file))
-        verifier = dummy_verifier(
+            dummy.write_weights(model, Path(weights.name), wrapped="text_config" in entries(file))
+        verifier = dummy.dummy_verifier(
             model, fp8_prefill=args.prefill_dtype == "auto", quantize=quantize, **choices
         )
         del model  # the verifier may have taken its weights over
@@ -104,7 +96,7 @@ def measure_dummy(args: argparse.Namespace) -> int:
         if weights:
             what = "with several ranks a peer's rows would meet other experts than ours"
             raise InvalidInputError(f"{what}; leave out --peer")
-        verifier = dummy_rank(shape, group, device, dtype, seed=config.seed, **choices)
+        verifier = dummy.dummy_rank(shape, group, device, dtype, seed=config.seed, **choices)
     provenance: dict[str, Any] = origin_of_run(verifier) | {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "kv_dtype": dtype_name(verifier.attention.spec.kv_dtype),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from specdec.base.registry import drafter_name
 from specdec.base.writing import check_writable
+from specdec.cli import options
 from specdec.cli.fields import adding
-from specdec.cli.options import engine_config, engine_options, load_decoder, model_options
 from specdec.cli.summary import describe_drafts
 
 _EXAMPLES = """\
@@ -25,16 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec profile`."""
     parser.usage = "%(prog)s [options]"
     parser.epilog = _EXAMPLES
-    model_options(parser)
-    engine_options(
-        parser,
-        (
-            *("num_draft_tokens", "tree_nodes", "verify_budget", "max_num_seqs"),
-            *("max_model_len", "max_prefill_tokens", "graphs", "memory_bytes"),
-        ),
-        defaults={"max_num_seqs": 1},
-        old={"max_num_seqs": "--concurrency"},
-    )
+    options.model_options(parser)
+    names = [name for name in options.MEASURED if name != "draft_sampling"]
+    old = {"max_num_seqs": "--concurrency"}
+    options.engine_options(parser, names, defaults={"max_num_seqs": 1}, old=old)
     add, number, _ = adding(parser.add_argument_group("measurement"))
     number("--context", default=256, help="tokens of every prompt (default %(default)s)")
     number("--steps", default=20, help="steps measured (default %(default)s)")
@@ -51,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from evals.prompt_sets import load_prompt_set
 
     check_writable(args.trace)
-    decoder = load_decoder(args, args.drafter, engine_config(args))
+    decoder = options.load_decoder(args, args.drafter, options.engine_config(args))
     items = load_prompt_set("bundled").items
     prompts = [
         _filled(decoder.tokenize(items[i % len(items)].turns[0]), args.context)

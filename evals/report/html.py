@@ -11,18 +11,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from evals.report.bench_grids import (
-    length_grid,
-    position_grid,
-    rank_grid,
-    serving_grid,
-    sides_grid,
-    span,
-    speed_grid,
-    step_grid,
-    task_grid,
-    time_grid,
-)
+from evals.report import bench_grids as grids
 from evals.report.charts import Charts
 from evals.report.grid import Grid, cell
 from evals.report.palette import COLORS, Palette
@@ -33,6 +22,7 @@ from evals.report.tasks import TaskTable, task_tables
 from evals.report.tree import FONT, draw_tree
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import install_command
+from specdec.base.writing import check_writable
 
 Row = dict[str, Any]
 
@@ -56,13 +46,14 @@ class Section(NamedTuple):
     trees: Sequence[tuple[str, Mapping[str, Any], str]] = ()
 
 
-def check_plotting() -> None:
-    """Refuses to promise a page that could not be drawn.
+def check_page(path: str | None) -> None:
+    """Refuses to promise a page, if one is asked for, that could not be drawn or written.
 
     Raises:
-        InvalidInputError: matplotlib is not installed.
+        InvalidInputError: matplotlib is not installed, or see `check_writable`.
     """
-    if find_spec("matplotlib") is None:
+    check_writable(path)
+    if path and find_spec("matplotlib") is None:
         what = "--html draws with matplotlib, which is not installed"
         raise InvalidInputError(f"{what}; run: {install_command('eval')}")
 
@@ -84,7 +75,7 @@ def html_report(report: Report) -> str:
         origin=report["provenance"],
         complete=report["complete"],
         sections=list(_bench(report) if bench else _eval(report)),
-        sides=sides_grid(report) if bench else None,
+        sides=grids.sides_grid(report) if bench else None,
         text="\n".join(text).strip("\n"),
         provenance=_provenance(report),
     )
@@ -119,12 +110,12 @@ def _bench(report: Report) -> Iterator[Section]:
         mine = [one for one in tables if (one.name, one.temperature) == (name, temperature)]
         plots = [
             *(plot for table in mine for plot in _by_task(charts, table)),
-            ("Serving curve, by concurrency", charts.serving_curve(own), serving_grid(own)),
-            ("Speed by concurrency", charts.speed_by_concurrency(own), speed_grid(own)),
+            ("Serving curve, by concurrency", charts.serving_curve(own), grids.serving_grid(own)),
+            ("Speed by concurrency", charts.speed_by_concurrency(own), grids.speed_grid(own)),
             *_steps(charts, some),
             _by_length(charts, some, "context", "tokens before a step, prompt included"),
             _by_length(charts, some, "output", "output tokens before a step"),
-            ("Where the time goes", charts.time_by_part(some), time_grid(some)),
+            ("Where the time goes", charts.time_by_part(some), grids.time_grid(some)),
         ]
         trees = [
             (side_name(row["drafter"], row["k"]), step, draw_tree(step))
@@ -137,24 +128,24 @@ def _bench(report: Report) -> Iterator[Section]:
 
 
 def _by_task(charts: Charts, table: TaskTable) -> list[Plot]:
-    grid = task_grid(table)
+    grid = grids.task_grid(table)
     taus, ratios = charts.tau_by_task(table), charts.ratio_by_task(table)
     return [("Tau, with 95 % intervals", taus, grid), ("Speed to plain decoding", ratios, grid)]
 
 
 def _steps(charts: Charts, rows: Sequence[Row]) -> list[Plot]:
     """What became of drafts."""
-    by_position, where = charts.acceptance_by_position(rows), position_grid(rows)
+    by_position, where = charts.acceptance_by_position(rows), grids.position_grid(rows)
     return [
         ("Drafts accepted by position, where offered", by_position, where),
-        ("Tokens per verify step", charts.tokens_per_step(rows), step_grid(rows)),
-        ("Accepted drafts of trees by rank", charts.accepted_by_rank(rows), rank_grid(rows)),
+        ("Tokens per verify step", charts.tokens_per_step(rows), grids.step_grid(rows)),
+        ("Accepted drafts of trees by rank", charts.accepted_by_rank(rows), grids.rank_grid(rows)),
     ]
 
 
 def _by_length(charts: Charts, rows: Sequence[Row], what: str, counted: str) -> Plot:
     of = "length of context" if what == "context" else "position in the output"
-    grid = length_grid(rows, f"by_{what}", f"tau by {counted}")
+    grid = grids.length_grid(rows, f"by_{what}", f"tau by {counted}")
     return f"Tau by {of}", charts.tau_by_length(rows, f"by_{what}", counted), grid
 
 
@@ -163,7 +154,7 @@ def _card(row: Row, palette: Palette) -> dict[str, str]:
     side, acceptance = side_of(row), row["acceptance"] or {"tau": row.get("peer_tau")}
     tau = cell(acceptance["tau"], ".2f")
     tau = tau and f"tau {tau}"
-    bounds = span(acceptance.get("tau_interval"))
+    bounds = grids.span(acceptance.get("tau_interval"))
     return {
         "color": palette.name(side),
         "side": side.title,

@@ -12,17 +12,9 @@ from specdec.base.errors import InvalidInputError
 from specdec.base.packages import require_ours
 from specdec.base.registry import PARTS, resolve
 from specdec.base.writing import check_writable
+from specdec.cli import options
 from specdec.cli.answers import ClusterAnswers, LocalAnswers
 from specdec.cli.fields import adding
-from specdec.cli.options import (
-    cluster_config,
-    engine_config,
-    engine_options,
-    model_options,
-    ray_options,
-    sampling_options,
-    sampling_params,
-)
 from specdec.cli.prompts import Prompt, read_prompts
 from specdec.cli.result_writer import BatchWriter, ResultWriter
 from specdec.cli.summary import format_summary, format_timing
@@ -54,15 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "text that the output will be like, such as a file to be edited"
     add("--prediction", metavar="FILE", help=f"{what}; drafts are copied from it")
 
-    model_options(parser)
-    engine_options(parser)
-    sampling_options(parser)
+    options.model_options(parser)
+    options.engine_options(parser)
+    options.sampling_options(parser)
     old: Any = {"dest": "num_draft_tokens", "action": "store_const"}  # of an earlier version
     old |= {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     parser.add_argument("--adaptive", const="auto", **old)
     parser.add_argument("--no-adaptive", const=None, **old)
 
-    ray_options(parser)
+    options.ray_options(parser)
 
     add, number, switch = adding(parser.add_argument_group("output"))
     what = "keep every finished answer there; the same command after a kill goes on with"
@@ -85,13 +77,13 @@ def run(args: argparse.Namespace) -> int:
         status: int = resolve(PARTS, "compare", "part")(args)
         return status
     check_writable(args.out)
-    sampling, engine = sampling_params(args), engine_config(args)
+    sampling, engine = options.sampling_params(args), options.engine_config(args)
     prompts = read_prompts(args.prompts, args.file, sampling, args.model)
     in_batch = prompts[0].request is not None
     if in_batch:
         _check_batch(args)
     _say_carried(prompts, as_json=args.json)
-    cluster_config(args)
+    options.cluster_config(args)
     where = LocalAnswers if args.ray is None else ClusterAnswers
     source = where(args, prompts, sampling, engine)
     writer: ResultWriter | BatchWriter

@@ -34,6 +34,13 @@ _ELSEWHERE = {"prediction", "num_draft_tokens", "tree_nodes", "store"}
 """Fields of a request that are no options of sampling: those of drafts are of the engine."""
 
 
+MEASURED = (
+    "num_draft_tokens", "tree_nodes", "verify_budget", "draft_sampling", "max_num_seqs",
+    "max_model_len", "max_prefill_tokens", "graphs", "memory_bytes",
+)  # fmt: skip
+"""Fields of an engine that is measured which are options."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which models take part.

@@ -6,14 +6,7 @@ import argparse
 import sys
 import time
 
-from specdec.cli.options import (
-    engine_config,
-    engine_options,
-    load_decoder,
-    model_options,
-    sampling_options,
-    sampling_params,
-)
+from specdec.cli import options
 
 SLOW = 1.0
 """Seconds from which a shape is named: something was compiled for it."""
@@ -28,9 +21,9 @@ or the driver changes. Interrupted, the same command goes on with what is left.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options]"
     parser.epilog = _EPILOG
-    model_options(parser)
-    engine_options(parser)
-    sampling_options(parser)
+    options.model_options(parser)
+    options.engine_options(parser)
+    options.sampling_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     from specdec.cli.progress import ProgressBar
     from specdec.engine.capture.warmup import launch_shape, warm_up_shapes
 
-    decoder = load_decoder(args, args.drafter, engine_config(args))
-    sampling = sampling_params(args)
+    decoder = options.load_decoder(args, args.drafter, options.engine_config(args))
+    sampling = options.sampling_params(args)
     shapes = warm_up_shapes(decoder.engine, sampling)
     bar, started, num_failed = ProgressBar("warm-up", len(shapes)), time.perf_counter(), 0
     for index, shape in enumerate(shapes):

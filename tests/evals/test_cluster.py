@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from evals.accuracy import command as eval_command
 from evals.bench.bench import Bench
 from evals.bench.cluster import ClusterBench
 from evals.bench.config import BenchConfig
 from evals.report.report import read_report
 from specdec.base.config import EngineConfig, LoadConfig
+from specdec.cli import options
 from specdec.cli.main import main
 from specdec.cluster.config import ClusterConfig, EngineSpec
 from specdec.cluster.engine import Engine, load
@@ -143,20 +143,9 @@ def test_an_eval_reports_what_one_engine_reports(
             EngineSpec(args.model, drafter, LoadConfig("cpu", "float32"), engine),
         )
 
-    monkeypatch.setattr(eval_command, "load_pool", pool)
-    arguments = [
-        "eval",
-        "--tasks",
-        "bundled",
-        "--limit",
-        "3",
-        "--model",
-        str(folder),
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
+    monkeypatch.setattr(options, "load_pool", pool)
+    asked = "eval --tasks bundled --limit 3 --device cpu --dtype float32 --model"
+    arguments = [*asked.split(), str(folder)]
     sizes = "-k 2 --max-num-seqs 2 --max-tokens 8 --max-model-len 512 --kv-memory 4M"
     arguments += sizes.split()
     assert main([*arguments, "--out", str(tmp_path / "here")]) == 0

@@ -20,22 +20,7 @@ from typing import Any
 
 from specdec.base.errors import InvalidInputError
 from specdec.grammar.limits import DEEPEST, MAX_PATTERN_CHARACTERS, MAX_REASONS, shown
-from specdec.grammar.schema.form import (
-    CHOICES,
-    LENGTHS,
-    MAX_COUNT,
-    NOT_KNOWN,
-    OF_TYPE,
-    WORDS,
-    joined_strings,
-    meets,
-    multiples,
-    narrowed,
-    parts_of,
-    properties_of,
-    rows_of,
-    says,
-)
+from specdec.grammar.schema import form
 from specdec.grammar.schema.formats import FORMATS, LONGEST
 from specdec.grammar.schema.pattern import NOT_HELD
 from specdec.grammar.schema.refs import Root, is_of, types_of
@@ -181,7 +166,8 @@ class _Reader:
             if isinstance(schema, Mapping):
                 wrong = self._root.malformed(schema)
                 self._refuse_all(f"{one} at {place}" for one in wrong)
-                left += () if wrong else ((place / step, part) for step, part in parts_of(schema))
+                parts = () if wrong else form.parts_of(schema)
+                left += ((place / step, part) for step, part in parts)
 
     def _refuse(self, *reasons: str) -> dict[str, Any]:
         return self._refuse_all(reasons)
@@ -207,15 +193,15 @@ class _Reader:
         wrong = self._root.malformed(schema)
         if wrong:  # where only a reference leads
             return self._refuse_all(f"{one} at {path}" for one in wrong)
-        self._refuse_all(f"{keyword} at {path}" for keyword in NOT_KNOWN if keyword in schema)
+        self._refuse_all(f"{keyword} at {path}" for keyword in form.NOT_KNOWN if keyword in schema)
         if isinstance(schema.get("$id"), str) and path != Place("#"):
             return self._refuse(f"$id below the top at {path}")
-        choice = next((keyword for keyword in CHOICES if keyword in schema), None)
+        choice = next((keyword for keyword in form.CHOICES if keyword in schema), None)
         if choice is None:
             return self._plain(schema, path, depth)
         if choice == "allOf":
-            schema = {**schema, "allOf": [part for part in schema["allOf"] if says(part)]}
-            if joined := joined_strings(schema):
+            schema = {**schema, "allOf": [part for part in schema["allOf"] if form.says(part)]}
+            if joined := form.joined_strings(schema):
                 return {"type": "string"} | self._string(joined, ["string"], path, depth)
         self._refuse_all(self._beside(schema, choice, path))
         match choice:
@@ -249,7 +235,7 @@ class _Reader:
         """What stands beside a keyword that is held to alone, and excludes something."""
         values = {"const": [schema.get("const")], "enum": schema.get("enum")}.get(choice)
         types = types_of(schema)
-        for keyword in WORDS & schema.keys() - {choice}:
+        for keyword in form.WORDS & schema.keys() - {choice}:
             if keyword == "type" and values is not None:
                 wrong = (value for value in values if not any(is_of(value, name) for name in types))
                 what = f"in {choice}, which the type at {path} excludes"
@@ -258,7 +244,7 @@ class _Reader:
             if keyword == "type":
                 vacuous = self._root.within({choice: schema[choice]}, types)
             elif values is not None:
-                vacuous = all(meets(value, keyword, schema[keyword]) for value in values)
+                vacuous = all(form.meets(value, keyword, schema[keyword]) for value in values)
             else:
                 vacuous = keyword == "format" and schema["format"] not in FORMATS
             if not vacuous:
@@ -269,18 +255,18 @@ class _Reader:
         types = types_of(schema)
         if not types:
             for name in ("string", "number"):
-                words = [one for one in OF_TYPE[name] if one in schema]
+                words = [one for one in form.OF_TYPE[name] if one in schema]
                 words = [one for one in words if one != "format" or schema[one] in FORMATS]
                 self._refuse_all(f"{keyword} without a type at {path}" for keyword in words)
             kinds = ("array", "object")
-            types = [name for name in kinds if not schema.keys().isdisjoint(OF_TYPE[name])]
+            types = [name for name in kinds if not schema.keys().isdisjoint(form.OF_TYPE[name])]
         self._found.counts |= not COUNTS.isdisjoint(schema)
         families = {"number" if name == "integer" else name for name in types}
         made: dict[str, Any] = {"type": types if len(types) > 1 else types[0]} if types else {}
-        for family in OF_TYPE:
-            own = {keyword: schema[keyword] for keyword in OF_TYPE[family] if keyword in schema}
+        for family in form.OF_TYPE:
+            own = {word: schema[word] for word in form.OF_TYPE[family] if word in schema}
             for keyword in own.keys() & {*COUNTS, "minItems", "maxItems"}:
-                own[keyword] = int(min(own[keyword], MAX_COUNT))
+                own[keyword] = int(min(own[keyword], form.MAX_COUNT))
             if family in families and own:
                 read = {"string": self._string, "number": self._number}
                 read |= {"array": self._array, "object": self._object}
@@ -298,7 +284,7 @@ class _Reader:
         patterns = (patterns,) if isinstance(patterns, str) else patterns
         formats = (FORMATS[asked],) if asked in FORMATS else ()
         if not patterns + formats:
-            return {keyword: own[keyword] for keyword in LENGTHS if keyword in own}
+            return {keyword: own[keyword] for keyword in form.LENGTHS if keyword in own}
         if most is not None and asked in FORMATS and most > SHORT and "pattern" not in own:
             if asked not in LONGEST:
                 self._note(f"maxLength {most} beside format {asked} at {path} is not held to")
@@ -333,7 +319,7 @@ class _Reader:
             step = None  # of which every whole number is a multiple
         if step is not None and not own and types == ["integer"] and step == int(step):
             return {"multipleOf": int(step)}
-        least, most = narrowed(own, 0 if whole else DECIMALS)
+        least, most = form.narrowed(own, 0 if whole else DECIMALS)
         largest = LARGEST_WHOLE if whole else LARGEST
         least = None if least is None else max(least, -largest)
         most = None if most is None else min(most, largest)
@@ -342,7 +328,7 @@ class _Reader:
                 f"no number of at most {DECIMALS} decimals within the bounds at {path}"
             )
         if step is not None:
-            some = multiples(step, least, most, MOST_MULTIPLES)
+            some = form.multiples(step, least, most, MOST_MULTIPLES)
             if not some or len(types) > 1:
                 return self._refuse(
                     f"multipleOf of other than unbounded integers or {MOST_MULTIPLES} values at"
@@ -355,7 +341,7 @@ class _Reader:
     def _array(
         self, own: dict[str, Any], types: list[str], path: Place, depth: int
     ) -> dict[str, Any]:
-        own = rows_of(own)
+        own = form.rows_of(own)
         if own.pop("uniqueItems", False):
             self._refuse(f"uniqueItems at {path}")
         if not {"items", "prefixItems", "unevaluatedItems"} & own.keys():
@@ -417,7 +403,7 @@ class _Reader:
         missing = [name for name in own.get("required", ()) if name not in listed]
         if not missing:
             return own
-        named, names = properties_of(own), list(missing)
+        named, names = form.properties_of(own), list(missing)
         further = named[missing[0]]
         if "propertyNames" in own:
             self._names_of(own["propertyNames"], bool(listed), path, depth)
@@ -435,7 +421,7 @@ class _Reader:
     def _names_of(self, names: Any, beside: bool, path: Place, depth: int) -> Any:
         if beside:
             self._refuse(f"propertyNames beside properties at {path}")
-        if isinstance(names, Mapping) and not {"type", *CHOICES} & names.keys():
+        if isinstance(names, Mapping) and not {"type", *form.CHOICES} & names.keys():
             names = {"type": "string", **names}
         if self._root.kinds(names) != {"string"}:
             self._refuse(f"propertyNames of other than strings at {path}")
