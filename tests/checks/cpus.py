@@ -1,7 +1,7 @@
 """What compares numbers, as other processors compute it: libraries are told which one they run on.
 
     python -m tests.checks.cpus          # everything that is not slow: `make test-cpus`
-    python -m tests.checks.cpus --bits   # what compares bits, under a minute: part of `make test`
+    python -m tests.checks.cpus --bits   # what compares bits, in seconds: part of `make test`
 
 NumPy's BLAS, torch's own kernels, oneDNN and MKL choose their code by the processor, and sums by
 the number of threads. A bound that holds on one processor by chance fails on another one here.
@@ -15,6 +15,8 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,8 +91,11 @@ def flags() -> set[str]:
     return next((set(line.split()) for line in lines if line.startswith("flags")), set())
 
 
-def run(name: str, paths: list[str], options: list[str], workers: int) -> tuple[bool, str]:
-    """Whether these tests pass on a machine, and pytest's count of them; failures are printed."""
+def run(name: str, paths: list[str], options: list[str], workers: int) -> tuple[bool, float, str]:
+    """Whether these tests pass on a machine, seconds that they took, and pytest's count of them;
+    failures are printed.
+    """
+    started = time.perf_counter()
     environment = os.environ | MACHINES[name].environment()
     if all(path.startswith(KERNELS) for path in paths):
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -119,7 +124,8 @@ def run(name: str, paths: list[str], options: list[str], workers: int) -> tuple[
             flush=True,
         )
     told = (line for line in reversed(lines) if re.search(r" in \d.*s\b", line))
-    return done.returncode in (0, 5), next(told, "no test has run")
+    took = time.perf_counter() - started
+    return done.returncode in (0, 5), took, next(told, "no test has run")
 
 
 def main() -> int:
@@ -159,14 +165,19 @@ def main() -> int:
         if MACHINES[name].needs not in able:
             print(f"{name}: left out, this processor lacks {MACHINES[name].needs}", flush=True)
             continue
-        for what, paths in (("kernels, interpreted", kernels), ("the rest", files)):
-            started = time.perf_counter()
-            passed, line = run(name, paths, options, args.workers)
-            right &= passed
-            took, verdict = time.perf_counter() - started, "right" if passed else "WRONG"
-            print(
-                f"{name:<11} {what:<21} {verdict:<6} {took:5.0f} s  {line.strip('= ')}", flush=True
-            )
+        parts = {"kernels, interpreted": kernels, "the rest": files}
+        # what compares bits takes less time than a worker's start: both parts at once, without any
+        at_once, workers = (len(parts), 0) if args.bits else (1, args.workers)
+        with ThreadPoolExecutor(at_once) as threads:
+            same = map(repeat, (options, workers))
+            results = threads.map(run, repeat(name), parts.values(), *same)
+            for what, (passed, took, line) in zip(parts, results, strict=True):
+                right &= passed
+                verdict = "right" if passed else "WRONG"
+                print(
+                    f"{name:<11} {what:<21} {verdict:<6} {took:5.0f} s  {line.strip('= ')}",
+                    flush=True,
+                )
     return int(not right)
 
 
