@@ -36,10 +36,13 @@ test: lint check ## everything that has to pass: format, lint, types, tests
 	@$(BIN)/python -m tests.checks.cpus --bits --workers $(WORKERS)
 
 check: $(VENV)/.dev ## tests only
-	@# One thread per worker: more would only wait for each other.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-	@# Kernels once more, interpreted: Triton decides for a whole process.
-	$(INTERPRETED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/specdec/kernels
+	@# One thread per worker: more would only wait for each other. Kernels once more, interpreted, as
+	@# Triton decides for a whole process; meanwhile, as many tests wait.
+	@$(INTERPRETED) $(BIN)/python -m pytest tests/specdec/kernels > $(VENV)/kernels.log 2>&1 & kernels=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal; status=$$?; \
+	wait $$kernels || status=$$?; \
+	echo "Kernels, interpreted:"; cat $(VENV)/kernels.log; \
+	exit $$status
 
 check-fast: $(VENV)/.dev ## tests that are not slow, one worker per core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
