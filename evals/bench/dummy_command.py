@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import check_writable
 from specdec.cli.fields import from_options
-from specdec.cli.options import say_gpu
+from specdec.cli.options import say, say_gpu
 from specdec.device.device import cache_dtype, resolve_device, resolve_dtype
 
 
@@ -84,7 +83,7 @@ def measure_dummy(args: argparse.Namespace) -> int:
         model = dummy.random_model(shape, device, dtype, seed=config.seed)
         met = {rows: dummy.experts_met(model, rows) for rows in config.step_rows} if routed else {}
         if weights:
-            _say(f"writing the weights for the peer to {weights.name}")
+            say(f"writing the weights for the peer to {weights.name}")
             dummy.write_weights(model, Path(weights.name), wrapped="text_config" in entries(file))
         verifier = dummy.dummy_verifier(
             model, fp8_prefill=args.prefill_dtype == "auto", quantize=quantize, **choices
@@ -111,7 +110,7 @@ def measure_dummy(args: argparse.Namespace) -> int:
     speaks = group is None or group.rank == 0
     report: dict[str, Any] | None = None
     given = Path(weights.name) if weights else None
-    options: dict[str, Any] = {"met": met, "weights": given, "progress": _say if speaks else None}
+    options: dict[str, Any] = {"met": met, "weights": given, "progress": say if speaks else None}
     bench: DummyBench
     if synthetic:
         bench = SyntheticBench(verifier, entries(file), config, **synthetic, **options)
@@ -130,8 +129,3 @@ def measure_dummy(args: argparse.Namespace) -> int:
         if report is not None and speaks:
             print(format_report(report))
     return 0
-
-
-def _say(title: str) -> None:
-    """One line on standard error."""
-    print(f"specdec: {title}", file=sys.stderr, flush=True)

@@ -108,7 +108,7 @@ def _say_carried(prompts: Sequence[Prompt], *, as_json: bool) -> None:
     if names:
         way = "are left out, and carried along with --json"
         way = "are carried along to the answers" if as_json else way
-        print(f"specdec: fields that change no answer {way}: {', '.join(names)}", file=sys.stderr)
+        options.say(f"fields that change no answer {way}: {', '.join(names)}")
 
 
 def _check_batch(args: argparse.Namespace) -> None:

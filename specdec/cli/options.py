@@ -201,7 +201,7 @@ def say_gpu(name: str) -> None:
 
     device = resolve_device(name)
     if device.type == "cuda":
-        print(f"specdec: on {describe_device(device)}", file=sys.stderr)
+        say(f"on {describe_device(device)}")
     say_unseen(name)
 
 
@@ -210,7 +210,12 @@ def say_unseen(name: str) -> None:
     from specdec.device.device import unseen_gpu
 
     if name == "auto" and (reason := unseen_gpu()):
-        print(f"specdec: no GPU is used: {reason}", file=sys.stderr)
+        say(f"no GPU is used: {reason}")
+
+
+def say(line: str) -> None:
+    """One line on standard error."""
+    print(f"specdec: {line}", file=sys.stderr, flush=True)
 
 
 def _own(config: type) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 
 from specdec.cli import options
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             bar.close()
             done = f"{index} of {len(shapes)} shapes are warm"
-            print(f"specdec: {done}; the same command goes on from there", file=sys.stderr)
+            options.say(f"{done}; the same command goes on from there")
             raise
         except Exception as error:  # whatever a compiler or a kernel raises: the others may work
             num_failed += 1

@@ -13,8 +13,8 @@ from dataclasses import replace
 from specdec.base.cores import usable_cores
 from specdec.base.errors import InvalidInputError
 from specdec.base.registry import PARTS, drafter_name, resolve
+from specdec.cli import options
 from specdec.cli.fields import add_options, from_options
-from specdec.cli.options import engine_config, engine_options, load_decoder, model_options
 from specdec.serve.config import ServeConfig, fronts_for
 
 _EXAMPLES = """\
@@ -27,8 +27,8 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options]"
     parser.epilog = _EXAMPLES
-    model_options(parser)
-    engine_options(parser)
+    options.model_options(parser)
+    options.engine_options(parser)
     add_options(parser.add_argument_group("server"), ServeConfig)
 
 
@@ -55,13 +55,13 @@ def run(args: argparse.Namespace) -> int:
     from specdec.base.checkpoint.hub import unpinned
     from specdec.cli.progress import Phases
 
-    config, engine = ServeConfig(**from_options(ServeConfig, args)), engine_config(args)
+    config, engine = ServeConfig(**from_options(ServeConfig, args)), options.engine_config(args)
     if config.front_processes is None:
         count = fronts_for(engine.max_num_seqs, usable_cores())
         config = replace(config, front_processes=count)
         if count > 1:
             why = f"for {engine.max_num_seqs} requests at once and {usable_cores()} cores"
-            _say(f"{count} front processes, {why}; --front-processes takes another number")
+            options.say(f"{count} front processes, {why}; --front-processes takes another number")
     sock = listen(config)  # a port that is taken is told before a model is loaded
     others = os.environ.get("RANK", "0") != "0"  # the leading rank serves
     count = 0 if others else config.num_fronts
@@ -71,26 +71,22 @@ def run(args: argparse.Namespace) -> int:
         if config.learn_from_requests is not None and not others:
             init = config.learn_device and resolve(PARTS, "learn", "part")(drafter)
             learner = left.enter_context(closing(Learner(config, args.model, init)))
-        with closing(load_decoder(args, args.drafter, engine)) as decoder:
+        with closing(options.load_decoder(args, args.drafter, engine)) as decoder:
             decoder.get_ready(Phases())
             setup = Setup(Facts.of(decoder), config, unpinned(args.model), drafter)
             url = take_connections(sock)
             if sampled := dict(decoder.verifier.defaults.sampled):
                 says = ", ".join(f"{name} {value:g}" for name, value in sampled.items())
                 whence = "as the model's generation_config.json says"
-                _say(f"requests that do not say have {says}, {whence}")
+                options.say(f"requests that do not say have {says}, {whence}")
             if learner is not None:
-                _say(learner.line)
+                options.say(learner.line)
             if line := setup.short_cache:
-                _say(line)
+                options.say(line)
             if line := setup.said_of_tools(decoder.tokenizer):
-                _say(line)
+                options.say(line)
             where = f"{setup.names[0]} with drafter {drafter} at {url}/v1"
             gc.collect()
             gc.freeze()  # what stays is not looked through again
-            dead = fronts.serve(decoder, setup, lambda: _say(where), learner)
+            dead = fronts.serve(decoder, setup, lambda: options.say(where), learner)
     return int(dead)
-
-
-def _say(line: str) -> None:
-    print(f"specdec: {line}", file=sys.stderr, flush=True)
