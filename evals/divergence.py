@@ -52,12 +52,10 @@ def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
-def parting_of(
-    index: int, prompt: list[int], plain: list[int], speculative: list[int]
-) -> Parting | None:
+def parting_of(index: int, prompt: list[int], plain: list[int], other: list[int]) -> Parting | None:
     """Where two outputs part; None when they are the same."""
-    position = first_divergence(plain, speculative)
-    return None if position is None else Parting(index, position, prompt, plain, speculative)
+    position = first_divergence(plain, other)
+    return None if position is None else Parting(index, position, prompt, plain, other)
 
 
 def explain_divergence(decoder: SpecDecoder, parting: Parting) -> Divergence:

@@ -37,9 +37,7 @@ def _paragraphs() -> list[str]:
         for part in text.split("\n\n")
         if not part.startswith((" ", "*"))
     )
-    prose = (
-        part for part in parts if len(part) in _LENGTHS and part[0].isupper() and part.endswith(".")
-    )
+    prose = (one for one in parts if len(one) in _LENGTHS and one[0].isupper() and one[-1] == ".")
     return list(dict.fromkeys(prose))  # some topics repeat a paragraph
 
 

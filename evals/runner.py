@@ -128,10 +128,8 @@ def max_total_tokens(
     return longest
 
 
-def _tokens(
-    decoder: SpecDecoder, item: Item, history: list[dict[str, str]], raw: bool
-) -> list[int]:
-    return decoder.tokenize(item.turns[0] if raw else history)
+def _tokens(decoder: SpecDecoder, item: Item, said: list[dict[str, str]], raw: bool) -> list[int]:
+    return decoder.tokenize(item.turns[0] if raw else said)
 
 
 def _decode(

@@ -173,9 +173,8 @@ def _gen_kwargs(args: argparse.Namespace) -> dict[str, Any]:
         given |= parsed_arguments(args.gen_kwargs)
     if args.max_tokens is not None:
         given["max_gen_toks"] = args.max_tokens
-    given |= {
-        name: value for name in _TASK_SAMPLING if (value := getattr(args, name, None)) is not None
-    }
+    asked = {name: getattr(args, name, None) for name in _TASK_SAMPLING}
+    given |= {name: value for name, value in asked.items() if value is not None}
     if args.temperature is not None:
         given["do_sample"] = args.temperature > 0
     return given

@@ -65,9 +65,7 @@ class EvalConfig:
         return stated | {"gen_kwargs": dict(self.gen_kwargs)}
 
 
-def evaluate(
-    system: System, drafter: str, config: EvalConfig, provenance: dict[str, Any]
-) -> Report:
+def evaluate(system: System, drafter: str, config: EvalConfig, origin: dict[str, Any]) -> Report:
     """Evaluates plain and speculative decoding one after the other and compares them.
 
     With a folder, every finished sample is stored at once; a run that died goes on there.
@@ -87,7 +85,7 @@ def evaluate(
         results, samples = {}, {}
         for name, side in sides.items():
             path = config.folder / f"{name}.jsonl" if config.folder else None
-            journal = Journal(path, _journal_settings(side, drafter, provenance))
+            journal = Journal(path, _journal_settings(side, drafter, origin))
             side.warm_up()
             options: Any = {"seed": config.seed, "think_end_token": config.think_end_token}
             lm = SpecdecLM(system=side, journal=journal, title=name, **options)
@@ -99,7 +97,7 @@ def evaluate(
             results[name] = _results(peer, tasks, config, name.partition(":")[0])
             del peer
     settings = config.settings | {"drafter": drafter, "k": system.settings["k"]}
-    report = new_report("specdec-eval", provenance, settings)
+    report = new_report("specdec-eval", origin, settings)
     names = results["plain"]["results"]
     report["tasks"] = [_task(system, task, results, samples) for task in names]
     report["complete"] = True

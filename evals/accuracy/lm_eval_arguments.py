@@ -144,9 +144,8 @@ def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name not in (*SAMPLING, "stop_token_ids"):
             harmless = f" other than {WITHOUT_EFFECT[name][0]}" if name in WITHOUT_EFFECT else ""
-            known = ", ".join(
-                ("until", "max_gen_toks", "do_sample", "seed", "stop_token_ids", *SAMPLING)
-            )
+            own = ("until", "max_gen_toks", "do_sample", "seed", "stop_token_ids")
+            known = ", ".join((*own, *SAMPLING))
             raise InvalidInputError(
                 f"generation argument {name!r}{harmless} is not known (known: {known})"
             )

@@ -106,9 +106,8 @@ class SpecdecLM(TemplateLM):
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
         if system is None and decoder is None:
-            engine = EngineConfig(
-                batch_size_of(batch_size), max_length, num_draft_tokens=num_draft_tokens
-            )
+            rows = batch_size_of(batch_size)
+            engine = EngineConfig(rows, max_length, num_draft_tokens=num_draft_tokens)
             decoder = SpecDecoder.from_pretrained(
                 pinned(pretrained, revision),
                 drafter=drafter,

@@ -62,9 +62,8 @@ def _score_batch(verifier: Verifier, batch: list[tuple[Sequence[int], int]]) -> 
     cache = ScratchCache(verifier, lengths)
     sums, greedy = [0.0] * len(batch), [True] * len(batch)
     for pieces in _forwards(lengths):
-        rows = cache.rows(
-            [(p.sequence, p.start, batch[p.sequence][0][p.start : p.end]) for p in pieces]
-        )
+        parts = [(p.sequence, p.start, batch[p.sequence][0][p.start : p.end]) for p in pieces]
+        rows = cache.rows(parts)
         wanted = [
             range(max(p.start, lengths[p.sequence] - batch[p.sequence][1]), p.end) for p in pieces
         ]

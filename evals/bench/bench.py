@@ -213,9 +213,7 @@ class Bench:
             return _Side(drafter=name, k=decoder.engine.k, decoder=decoder)
 
         sides = [side(PLAIN, None, SideKind())]
-        sides += [
-            side(*named, kind) for named, kind in product(self.drafters.items(), config.kinds)
-        ]
+        sides += [side(*one, kind) for one, kind in product(self.drafters.items(), config.kinds)]
         for peer in self._peers:
             ask = partial(_ask, peer, verifier.defaults, concurrency)
             sides.append(_Side(drafter=peer.name, peer=peer, decoder=self._base, generate=ask))

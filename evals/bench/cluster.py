@@ -90,9 +90,8 @@ class ClusterBench:
     ) -> None:
         self._pool, self._config, self._progress = pool, config, progress
         self._plan = pool.call(make_plan, config)
-        self._journal = Journal(
-            path, {"model": pool.spec.model} | self._plan.machine, command="bench"
-        )
+        settings = {"model": pool.spec.model} | self._plan.machine
+        self._journal = Journal(path, settings, command="bench")
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Measures cell by cell, as `Bench.run` does; every pass makes its engines anew."""

@@ -150,9 +150,8 @@ def run(args: argparse.Namespace) -> int:
     action, *files = args.action or ["measure"]
     most = {"measure": 0, "compare": 2, "show": 1 if args.format == "text" else 99}
     if action not in most:
-        raise InvalidInputError(
-            f"unknown action {action!r} (known: compare, show; none to measure)"
-        )
+        what = f"unknown action {action!r}"
+        raise InvalidInputError(f"{what} (known: compare, show; none to measure)")
     if not bool(most[action]) <= len(files) <= most[action]:
         some = {"measure": "no", "compare": "1 or 2", "show": "1"}[action]
         what = f"{action} takes {some} report files, not {len(files)}"

@@ -102,9 +102,8 @@ class BenchConfig:
         for nodes in self.trees:
             EngineConfig(tree_nodes=nodes)
         for budget in self.budgets:
-            EngineConfig(
-                num_draft_tokens="auto" if budget == "auto" else None, verify_budget=budget
-            )
+            k: Any = "auto" if budget == "auto" else None
+            EngineConfig(num_draft_tokens=k, verify_budget=budget)
         if self.budgets and not any(kind.budget for kind in self.kinds):
             what = f"budgets are {' '.join(map(str, self.budgets))} and no block has more drafts"
             raise InvalidInputError(f"{what}; give larger numbers to -k or --tree")

@@ -208,12 +208,10 @@ def measure(
             torch.cuda.empty_cache()
 
 
-def _timed(
-    config: TrainConfig, target: Target, weights: float, shape: Any, shortest: int
-) -> Figures:
+def _timed(config: TrainConfig, target: Target, weights: float, shape: Any, least: int) -> Figures:
     verifier, device = target.verifier, target.device
     model = dflash_drafter(config, verifier, _Spare(verifier.vocab_size - 1))
-    answers = _answers(config, target, model, shortest)
+    answers = _answers(config, target, model, least)
     trainer = Trainer(config, model, target, answers, answers)
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -231,7 +229,7 @@ def _timed(
             trainer.optimizer.accumulate()
         trainer.optimizer.step(torch.ones((), device=device), 0.0)
 
-    trainer.steps(1 if shortest == config.max_length else STEPS)  # compiles
+    trainer.steps(1 if least == config.max_length else STEPS)  # compiles
     trainer.step = 0  # and of the epoch with all lengths
     went = trainer.steps(STEPS)
     step = config.batch_size / went["sequences_per_second"] * 1e3

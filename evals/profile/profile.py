@@ -120,9 +120,7 @@ class _Window:
     num_captures: int
 
 
-def _measure(
-    decoder: SpecDecoder, prompts: Sequence[list[int]], steps: int, warmup: int
-) -> _Window:
+def _measure(decoder: SpecDecoder, prompts: Sequence[list[int]], steps: int, warm: int) -> _Window:
     """Decodes `prompts` from their beginning: warm-up, timed steps, steps under the profiler.
 
     Raises:
@@ -132,7 +130,7 @@ def _measure(
     # Enough that nobody finishes early, whatever is accepted, also not those who decode while the
     # others are still prefilled; one step more is in flight when results are read late.
     prefill_steps = -(-sum(map(len, prompts)) // engine.scheduler.max_prefill_tokens)
-    most = (prefill_steps + warmup + 2 * steps + 3) * (engine.num_draft_tokens + 1)
+    most = (prefill_steps + warm + 2 * steps + 3) * (engine.num_draft_tokens + 1)
     sampling = SamplingParams(max_tokens=most, ignore_eos=True)
     handles = [session.submit(one, sampling, incremental=False, text=False) for one in prompts]
     requests = [handle.request for handle in handles]
@@ -140,7 +138,7 @@ def _measure(
         while any(request.status is not Status.RUNNING for request in requests):
             session.step()
             _check_unfinished(requests)
-        for _ in range(warmup):
+        for _ in range(warm):
             session.step()
         context = max(request.kv_tokens_bound for request in requests)
         captured = num_captured(engine)

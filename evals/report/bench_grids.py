@@ -199,9 +199,7 @@ def hits_grid(rows: Iterable[Row]) -> Grid:
             return f"{asked - len(hits['differing_answers'])}/{asked}"
         if place == 2:
             return f"{cold['tau']:.2f} {hits['tau']:.2f}"
-        found = [
-            {one["end"]: f"{one['tau']:.2f}" for one in of["by_context"]} for of in (cold, hits)
-        ]
+        found = [{one["end"]: f"{one['tau']:.2f}" for one in x["by_context"]} for x in (cold, hits)]
         end = [*ranges][place - 3]
         return " ".join(of.get(end, "-") for of in found if end in found[0] or end in found[1])
 

@@ -78,10 +78,8 @@ def unlike(one: Report, other: Report) -> str:
     ):
         return f"the target differs: {ours['target']['name']} / {theirs['target']['name']}"
     deciding = [name for name in one["settings"] if name in other["settings"].keys() - SPEED_ALONE]
-    for first, second, names in (
-        (ours, theirs, MODEL),
-        (one["settings"], other["settings"], deciding),
-    ):
+    settings = one["settings"], other["settings"]
+    for first, second, names in ((ours, theirs, MODEL), (*settings, deciding)):
         for name in names:
             if first.get(name) != second.get(name):
                 return f"{name} differs: {first.get(name)} / {second.get(name)}"

@@ -87,9 +87,7 @@ def _categories(name: str, temperature: float, concurrency: int, rows: Sequence[
     return TaskTable(name, temperature, concurrency, tasks, sides, of, by_request=True)
 
 
-def _sets(
-    sets: Sequence[str], temperature: float, concurrency: int, rows: Sequence[Row]
-) -> TaskTable:
+def _sets(sets: Sequence[str], temperature: float, count: int, rows: Sequence[Row]) -> TaskTable:
     of: dict[tuple[Side, str], Figures] = {}
     for row in rows:
         of[side_of(row), row["prompt_set"]] = _whole(row)
@@ -99,7 +97,7 @@ def _sets(
         if len(own) == len(sets):
             of[side, MEAN] = _mean([of[side, name] for name in sets], own)
     name = " + ".join(sets)
-    return TaskTable(name, temperature, concurrency, tuple(sets), sides, of, by_request=False)
+    return TaskTable(name, temperature, count, tuple(sets), sides, of, by_request=False)
 
 
 def _whole(row: Row) -> Figures:

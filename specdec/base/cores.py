@@ -14,9 +14,8 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     Args:
         cgroup: where the kernel shows the limits of the process's control group, version 2 or 1.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    tells = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if tells else os.cpu_count() or 1
     try:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()

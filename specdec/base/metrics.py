@@ -237,9 +237,7 @@ def pooled(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:
     2.0
     """
     every = list(stats)
-    by_step = {
-        name: list(chain.from_iterable(getattr(one, name) for one in every)) for name in _BY_STEP
-    }
+    by_step = {name: [*chain.from_iterable(getattr(x, name) for x in every)] for name in _BY_STEP}
     ranks = zip_longest(*(one.num_by_rank for one in every), fillvalue=0)
     return AcceptanceStats(**by_step, num_by_rank=[sum(counts) for counts in ranks])
 

@@ -29,9 +29,7 @@ def foreign_packages(names: Iterable[str] = PACKAGES) -> list[str]:
     found = []
     for name in names:
         spec = find_spec(name)
-        folders = (
-            [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-        )
+        folders = [Path(one) for one in (spec.submodule_search_locations or ())] if spec else []
         where = str(folders[0]) if folders else spec.origin if spec else None
         if where is None:
             what = f"package {name!r} is missing beside {ROOT / 'specdec'}"

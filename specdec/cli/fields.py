@@ -153,9 +153,8 @@ def add_options(
         if "help" in field.metadata:
             text, none = field.metadata["help"], ""
         text += ", such as 512M or 2G" if kind.size else ""
-        text += (
-            "; may be several" if "nargs" in options else "; may be repeated" if kind.many else ""
-        )
+        repeated = "; may be repeated" if kind.many else ""
+        text += "; may be several" if "nargs" in options else repeated
         if shown is None and own is None and none:
             text += f" (default: {none})"
         elif shown not in ((), "") and shown is not None and shown is not False:

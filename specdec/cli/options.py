@@ -156,9 +156,8 @@ def grammar_of(option: str) -> Grammar:
         try:
             text = Path(text[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
-            raise InvalidInputError(
-                f"the grammar's file {text[1:]!r} cannot be read: {error}"
-            ) from error
+            what = f"the grammar's file {text[1:]!r} cannot be read"
+            raise InvalidInputError(f"{what}: {error}") from error
     kind = {"json": "json_schema", "grammar": "ebnf"}.get(kind, kind)
     if kind == "json_object" and text:
         kind = "json_schema"

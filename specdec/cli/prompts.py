@@ -139,9 +139,8 @@ def _prompt(source: str, text: str) -> Prompt:
 
 
 def _read_file(path: Path, sampling: SamplingParams, model: str) -> list[Prompt]:
-    lines = read_lines(
-        path, what="prompt", way_out="--file takes a text file with one prompt per line"
-    )
+    way_out = "--file takes a text file with one prompt per line"
+    lines = read_lines(path, what="prompt", way_out=way_out)
     if path.suffix.lower() != ".jsonl":
         return [Prompt(source, line.strip()) for source, line in lines]
     records = [(source, *_record(line, source)) for source, line in lines]

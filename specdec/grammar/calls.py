@@ -185,9 +185,8 @@ class _CallFormat:
         """An output that is messages, of which the last is a call or an answer."""
         asked, form, literal = self._asked, self._form, self._literal
         others = ", ".join(map(str, asked.markers.values()))
-        free = _grammar(
-            f"root ::= TokenTagDispatch(loop_after_dispatch=false, excludes=({others}))"
-        )
+        root = f"root ::= TokenTagDispatch(loop_after_dispatch=false, excludes=({others}))"
+        free = _grammar(root)
         given, constrain = literal("json<|message|>"), literal("<|constrain|>")
         named, first = [], []
         for name, schema in asked.functions:
@@ -248,8 +247,7 @@ class _CallFormat:
             made, more = replace(text, patterns=(*text.patterns, without)).rules("t")
             return _grammar("\n".join([f"root ::= {made}", *more]))
         if argument.may_be_text:
-            ends = ", ".join(
-                json.dumps(end, ensure_ascii=False) for end in (tag, *self._no_markers)
-            )
+            tags = (tag, *self._no_markers)
+            ends = ", ".join(json.dumps(end, ensure_ascii=False) for end in tags)
             return _grammar(f"root ::= TagDispatch(loop_after_dispatch=false, excludes=({ends}))")
         return self._of("json_schema", json.dumps(argument.whole, ensure_ascii=False))

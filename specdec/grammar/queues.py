@@ -149,9 +149,8 @@ class Queues:
 
     def _put(self, job: Job, limit: float) -> None:
         number = next(self._numbers)
-        heapq.heappush(
-            self._queues[limit], (number + job.size // CHARACTERS_PER_PLACE, number, job)
-        )
+        place = number + job.size // CHARACTERS_PER_PLACE
+        heapq.heappush(self._queues[limit], (place, number, job))
         self._changed.notify_all()
 
     def _work(self, limit: float) -> None:

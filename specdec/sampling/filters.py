@@ -90,9 +90,8 @@ def _below_by_digits(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
     edge, below = torch.zeros_like(spare), torch.zeros_like(spare)
     for shift in (22, 11, 0):
         alike = torch.where(order >> (shift + 11) == edge, mass, 0)
-        sums = mass.new_zeros(*mass.shape[:-1], 2048).scatter_add_(
-            -1, (order >> shift) & 2047, alike
-        )
+        sums = mass.new_zeros(*mass.shape[:-1], 2048)
+        sums.scatter_add_(-1, (order >> shift) & 2047, alike)
         cumulative = below + sums.cumsum(dim=-1)
         # of the groups that stay, at least in part
         first = (cumulative <= spare).sum(dim=-1, keepdim=True).clamp(max=2047)

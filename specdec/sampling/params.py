@@ -146,9 +146,8 @@ class SamplingParams:
     store: bool = True
 
     def __post_init__(self) -> None:
-        integers(
-            self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens"
-        )
+        integers(self, "max_tokens", "top_k", "seed", "min_tokens")
+        integers(self, "top_logprobs", "prompt_logprobs")
         integers(self, "thinking_token_budget", "num_draft_tokens", "tree_nodes")
         numbers(self, "temperature", "top_p", "min_p")
         numbers(self, "repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -128,9 +128,8 @@ def _listed(
     index = start + tl.arange(0, TILE)
     exists = index < count * GROUP
     column = tl.load(listed + index // GROUP, mask=exists, other=0) * GROUP + index % GROUP
-    return tl.load(place + column, mask=exists & (column < vocab_size), other=-float("inf")).to(
-        tl.float32
-    )
+    there = exists & (column < vocab_size)
+    return tl.load(place + column, mask=there, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
@@ -297,10 +296,8 @@ def min_kept(logits: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
     listed = torch.empty(highest.shape, dtype=torch.int32, device=device)
     tensors, sizes = (logits, floats, ints, highest, parts), (*logits.shape, *logits.stride()[:2])
     options = {"GROUP": group, **overlap_options(device)}
-    powers = {
-        "GROUPS": triton.next_power_of_2(num_groups),
-        "SLICES": triton.next_power_of_2(slices),
-    }
+    power = triton.next_power_of_2
+    powers = {"GROUPS": power(num_groups), "SLICES": power(slices)}
     searched = {"HELD": max(HELD, group), "TILE": max(TILE, group)}
     searched["UNIT"] = 2 ** (32 - SIGNIFICANT_BITS[logits.dtype])
     with on_device(logits):

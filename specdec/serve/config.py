@@ -138,10 +138,8 @@ class ServeConfig:
         require(updates is None or bool(key), f"{what}; set ${KEY_VARIABLE}, or leave it out")
         nice = self.learn_nice
         require(0 <= nice <= 19, f"learn_nice is {nice}; it must lie in [0, 19]")
-        for name, needed in (
-            ("learn_device", "learn_from_requests"),
-            ("learn_config", "learn_device"),
-        ):
+        pairs = {"learn_device": "learn_from_requests", "learn_config": "learn_device"}
+        for name, needed in pairs.items():
             value, other = getattr(self, name), getattr(self, needed)
             fits = value is None or other is not None
             require(fits, f"{name} is {value!r} without {needed}; give both")

@@ -257,11 +257,8 @@ class Templated(Body):
     @property
     def variables(self) -> dict[str, Any]:
         """Variables of the template. The switch has the names that templates give it."""
-        said: dict[str, Any] = {
-            "reasoning_effort": self.reasoning_effort,
-            "enable_thinking": self.thinks,
-        }
-        said["thinking"] = self.thinks
+        said: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        said |= dict.fromkeys(("enable_thinking", "thinking"), self.thinks)
         known = {name: value for name, value in said.items() if value is not None}
         return known | (self.chat_template_kwargs or {})
 

@@ -359,9 +359,7 @@ def _as_prompts(inputs: Prompt | Prompts) -> tuple[list[Prompt], bool]:
         raise InvalidInputError(
             "there is no prompt; give a string, token ids, chat messages, or a list of these"
         )
-    if all(isinstance(item, int) for item in items) or all(
-        isinstance(item, dict) for item in items
-    ):
+    if any(all(isinstance(item, kind) for item in items) for kind in (int, dict)):
         return [items], True
     for index, item in enumerate(items):
         if not isinstance(item, str | list | tuple | range):

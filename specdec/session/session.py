@@ -249,9 +249,8 @@ class Session:
         """Starts the thread that steps for asynchronous callers, unless it runs."""
         with self._lock:
             if not (self._closed or (self._thread and self._thread.is_alive())):
-                self._thread = threading.Thread(
-                    target=self._drive, name="specdec session", daemon=True
-                )
+                name = "specdec session"
+                self._thread = threading.Thread(target=self._drive, name=name, daemon=True)
                 self._thread.start()
 
     def close(self) -> None:

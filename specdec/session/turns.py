@@ -58,11 +58,8 @@ class Turns:
         Raises:
             InvalidInputError: it has, and would wait for itself.
         """
-        if (
-            self._owner is not None
-            and self._owner[0] == threading.get_ident()
-            and _runs(*self._owner)
-        ):
+        owner = self._owner
+        if owner is not None and owner[0] == threading.get_ident() and _runs(*owner):
             raise InvalidInputError(
                 "this thread is in the midst of a step, and a call from within it, as by a drafter"
                 " or the handler of a signal,"

@@ -20,9 +20,7 @@ USUAL = "Q4_K_M"
 """What is taken of several where nothing is asked for, as llama.cpp does."""
 
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
-_ENDING = re.compile(
-    rf"(?:^|[-._/])({QUANT.pattern})(?:-\d{{5}}-of-\d{{5}})?\.gguf$", re.IGNORECASE
-)
+_ENDING = re.compile(rf"(?:^|[-._/])({QUANT.pattern})(?:-\d{{5}}-of-\d{{5}})?\.gguf$", re.I)
 
 
 def whole_model(path: Path) -> list[Path]:

@@ -255,9 +255,8 @@ def checkpoint_file(name: str, file: str, *, what: str) -> Path | None:
         assert folder is not None
         return folder / file if (folder / file).is_file() else None
     try:
-        return Path(
-            hf_hub_download(place.repo, file, subfolder=place.folder, revision=place.revision)
-        )
+        path = hf_hub_download(place.repo, file, subfolder=place.folder, revision=place.revision)
+        return Path(path)
     except LocalEntryNotFoundError as error:  # before the one below, which it is too
         if file != CONFIG and place.cached is not None and (place.cached / CONFIG).is_file():
             return None
@@ -407,10 +406,8 @@ def _has_weights(folder: Path) -> bool:
     return bool(files) and all((folder / file).is_file() for file in files)
 
 
-def _refusal(
-    error: Exception, place: _Place, name: str, what: str, missing: str
-) -> CheckpointError:
-    """The error for a user of what the hub's client raised; `missing` says what the cache lacks."""
+def _refusal(error: Exception, place: _Place, name: str, what: str, lacks: str) -> CheckpointError:
+    """The error for a user of what the hub's client raised; `lacks` says what the cache lacks."""
     page = f"{constants.ENDPOINT}/{place.repo}"
     if isinstance(error, GatedRepoError):
         return CheckpointError(
@@ -424,7 +421,7 @@ def _refusal(
         return CheckpointError(f"{message}; name a branch, a tag or a commit of it")
     if isinstance(error, LocalEntryNotFoundError):
         return CheckpointError(
-            f"cannot fetch {what} {name!r}: the hub is out of reach and {missing} not in its cache;"
+            f"cannot fetch {what} {name!r}: the hub is out of reach and {lacks} not in its cache;"
             " go online, or give a local folder"
         )
     message = f"cannot fetch {what} {name!r} from the hub: {one_line(error, 160)}"

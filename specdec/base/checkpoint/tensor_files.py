@@ -201,9 +201,8 @@ def read_pickle(path: Path) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # a damaged file ends in any kind of error
-        foreign = (
-            re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, UnpicklingError) else None
-        )
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        foreign = found if isinstance(error, UnpicklingError) else None
         if foreign:
             what = f"{path.name!r} holds {foreign[1]} beside tensors, code that is never run"
             raise CheckpointError(f"{what}; take the checkpoint's safetensors files") from error

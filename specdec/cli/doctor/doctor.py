@@ -260,9 +260,7 @@ def aiter_warnings() -> list[str]:
 
 def environment_lines() -> list[str]:
     """Variables of `ENVIRONMENT` that are set, with their values."""
-    order = [
-        name for pattern in ENVIRONMENT for name in sorted(os.environ) if fnmatchcase(name, pattern)
-    ]
+    order = [name for sign in ENVIRONMENT for name in sorted(os.environ) if fnmatchcase(name, sign)]
     return [f"  {name}={os.environ[name]}" for name in dict.fromkeys(order)]
 
 

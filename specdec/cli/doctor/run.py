@@ -68,14 +68,12 @@ def run_checks(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtyp
     return int(failed)
 
 
-def _times(
-    device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None
-) -> Iterator[str]:
+def _times(device: torch.device, dtype: torch.dtype, cached: torch.dtype | None) -> Iterator[str]:
     """Ways of doing the same that were timed once more; of each kind a start takes the fastest."""
     if not races(device):
         return
     found = {}
-    for spec in _specs(device, dtype, cache_dtype):
+    for spec in _specs(device, dtype, cached):
         right = [backend for backend in _backends() if not _against(backend, spec)]
         found[title("attention", *variant_of(spec))] = times_of_backends(right, spec, again=True)
     for name in KERNELS:
@@ -103,18 +101,16 @@ def _against(backend: type[AttentionBackend], spec: AttentionSpec) -> list[str]:
     return backend.reasons_against_auto(spec) or backend.unsupported_reasons(spec)
 
 
-def kinds(
-    device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None
-) -> Iterator[Kind]:
+def kinds(device: torch.device, dtype: torch.dtype, cached: torch.dtype | None) -> Iterator[Kind]:
     """What there is to check, in an order in which what a check uses comes before it."""
-    for spec in _specs(device, dtype, cache_dtype):
+    for spec in _specs(device, dtype, cached):
         for backend in _backends():
             check = partial(check_attention, backend, spec)
             reasons = backend.unsupported_reasons(spec)
             yield Kind(backend.name, variant_of(spec), reasons, check)
     for sparse in (False, True):
         latent = MlaSpec(device, dtype, 128, 512, 128, 64, 128, DEFAULT_BLOCK_SIZE)
-        latent = replace(latent, indexer=INDEXER if sparse else None, cache_dtype=cache_dtype)
+        latent = replace(latent, indexer=INDEXER if sparse else None, cache_dtype=cached)
         name = LATENT[sparse]
         other: type[MlaBackend] = resolve(MLA_BACKENDS, name, "latent attention backend")
         variant, reasons = latent_variant(latent), other.unsupported_reasons(latent)

@@ -138,9 +138,8 @@ def malformed(schema: Mapping[str, Any]) -> list[str]:
     ]
     pairs = () if found else PAIRS
     crossed = ((least, most) for least, most in pairs if {least, most} <= schema.keys())
-    return found + [
-        f"{least} above {most}" for least, most in crossed if schema[least] > schema[most]
-    ]
+    wrong = (f"{least} above {most}" for least, most in crossed if schema[least] > schema[most])
+    return [*found, *wrong]
 
 
 def parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

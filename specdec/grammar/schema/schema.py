@@ -32,6 +32,9 @@ SHORT = 64
 DECIMALS = 6
 """Decimals that xgrammar 0.2.8 writes of a number with a bound."""
 
+Own = dict[str, Any]
+"""Keywords of a schema that speak of one type."""
+
 FURTHER = ("additionalProperties", "unevaluatedProperties")
 
 COUNTS = {"minLength", "maxLength", "minProperties", "maxProperties"}
@@ -273,9 +276,7 @@ class _Reader:
                 made |= read[family](own, types, path, depth)
         return {"enum": made["enum"]} if "enum" in made else made
 
-    def _string(
-        self, own: dict[str, Any], types: list[str], path: Place, depth: int
-    ) -> dict[str, Any]:
+    def _string(self, own: Own, types: list[str], path: Place, depth: int) -> Own:
         least, most = own.get("minLength", 0), own.get("maxLength")
         asked = own.get("format")
         if asked is not None and asked not in FORMATS:
@@ -311,9 +312,7 @@ class _Reader:
             self._refuse(f"more than {most:,} patterns, formats and lengths that differ")
         return MARK + chr(min(number, LAST_MARK))
 
-    def _number(
-        self, own: dict[str, Any], types: list[str], path: Place, depth: int
-    ) -> dict[str, Any]:
+    def _number(self, own: Own, types: list[str], path: Place, depth: int) -> Own:
         step, whole = own.pop("multipleOf", None), "number" not in types
         if step is not None and whole and step.as_integer_ratio()[0] == 1:
             step = None  # of which every whole number is a multiple
@@ -324,9 +323,8 @@ class _Reader:
         least = None if least is None else max(least, -largest)
         most = None if most is None else min(most, largest)
         if (largest if most is None else most) < (-largest if least is None else least):
-            return self._refuse(
-                f"no number of at most {DECIMALS} decimals within the bounds at {path}"
-            )
+            what = f"no number of at most {DECIMALS} decimals within the bounds"
+            return self._refuse(f"{what} at {path}")
         if step is not None:
             some = form.multiples(step, least, most, MOST_MULTIPLES)
             if not some or len(types) > 1:
@@ -338,9 +336,7 @@ class _Reader:
         bounds = {"minimum": least, "maximum": most}
         return {keyword: bound for keyword, bound in bounds.items() if bound is not None}
 
-    def _array(
-        self, own: dict[str, Any], types: list[str], path: Place, depth: int
-    ) -> dict[str, Any]:
+    def _array(self, own: Own, types: list[str], path: Place, depth: int) -> Own:
         own = form.rows_of(own)
         if own.pop("uniqueItems", False):
             self._refuse(f"uniqueItems at {path}")
@@ -353,9 +349,7 @@ class _Reader:
             ]
         return self._with_parts(own, ("items", "unevaluatedItems"), path, depth)
 
-    def _object(
-        self, own: dict[str, Any], types: list[str], path: Place, depth: int
-    ) -> dict[str, Any]:
+    def _object(self, own: Own, types: list[str], path: Place, depth: int) -> Own:
         own = self._with_required(own, path, depth)
         named, patterns = own.get("properties", {}), own.get("patternProperties", {})
         further = own.get(
@@ -365,9 +359,8 @@ class _Reader:
         if own.get("minProperties", 0) > 1 and (further is not False or patterns):
             text = f"minProperties above 1 where names are free, and so may come twice, at {path}"
             self._refuse(text)
-        if further is None and own.keys().isdisjoint(
-            {"properties", "patternProperties", "propertyNames"}
-        ):
+        speaking = {"properties", "patternProperties", "propertyNames"}
+        if further is None and own.keys().isdisjoint(speaking):
             own["additionalProperties"] = {}
         escaped = [
             name
@@ -397,7 +390,7 @@ class _Reader:
             own["patternProperties"] = marked
         return self._with_parts(own, FURTHER, path, depth)
 
-    def _with_required(self, own: dict[str, Any], path: Place, depth: int) -> dict[str, Any]:
+    def _with_required(self, own: Own, path: Place, depth: int) -> Own:
         """An object that lists what it requires; where `propertyNames` lists names, all of them."""
         listed = own.get("properties", {})
         missing = [name for name in own.get("required", ()) if name not in listed]
@@ -427,9 +420,7 @@ class _Reader:
             self._refuse(f"propertyNames of other than strings at {path}")
         return self._part(names, path / "propertyNames", depth + 1)
 
-    def _with_parts(
-        self, own: dict[str, Any], keywords: tuple[str, ...], path: Place, depth: int
-    ) -> dict[str, Any]:
+    def _with_parts(self, own: Own, keywords: tuple[str, ...], path: Place, depth: int) -> Own:
         for keyword in keywords:  # a bool says whether something is allowed at all
             if isinstance(own.get(keyword), Mapping):
                 own[keyword] = self._part(own[keyword], path / keyword, depth + 1)

@@ -126,9 +126,8 @@ def highest_columns(scores: Tensor, count: int) -> Tensor:
     """Columns int64 [rows, count] of the highest of float32 [rows, V]; a NaN counts as infinite."""
     # They lie in the groups of the highest maxima: any other's comes after one of each.
     spare = -scores.shape[-1] % _GROUP
-    groups = (F.pad(scores, (0, spare), value=-torch.inf) if spare else scores).unflatten(
-        -1, (-1, _GROUP)
-    )
+    groups = F.pad(scores, (0, spare), value=-torch.inf) if spare else scores
+    groups = groups.unflatten(-1, (-1, _GROUP))
     best = _first_highest(groups.amax(dim=-1), min(count, groups.shape[1])).sort(dim=-1).values
     places = _first_highest(
         groups.gather(1, best[..., None].expand(-1, -1, _GROUP)).flatten(1), count

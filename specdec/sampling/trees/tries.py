@@ -110,9 +110,7 @@ def merge_trees(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: i
     return _plain_union(one, other, num_nodes, depth)
 
 
-def _plain_union(
-    one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: int
-) -> ScoredDrafts:
+def _plain_union(one: ScoredDrafts, other: ScoredDrafts, nodes: int, depth: int) -> ScoredDrafts:
     """`merge_trees` in plain torch."""
     paths = torch.cat([_paths(one, depth), _paths(other, depth)], dim=1)
     same = _same(paths, paths)
@@ -121,7 +119,7 @@ def _plain_union(
     entries = torch.arange(paths.shape[1], device=paths.device)
     is_first = ~(same & (entries < entries[:, None])).any(dim=2)
     best = torch.where(same, scores[:, None], -torch.inf).amax(dim=2)
-    return _best(paths, is_first, best, num_nodes, depth)
+    return _best(paths, is_first, best, nodes, depth)
 
 
 def _paths(drafts: ScoredDrafts, depth: int) -> Tensor:
@@ -142,9 +140,7 @@ def _same(paths: Tensor, others: Tensor) -> Tensor:
     return (paths[:, :, None] == others[:, None]).all(dim=3)
 
 
-def _best(
-    paths: Tensor, is_first: Tensor, scores: Tensor, num_nodes: int, depth: int
-) -> ScoredDrafts:
+def _best(paths: Tensor, is_first: Tensor, scores: Tensor, nodes: int, depth: int) -> ScoredDrafts:
     """The best of the paths int64 [num_reqs, P, D], filled up with -1, and all beginnings.
 
     Args:
@@ -154,17 +150,17 @@ def _best(
         num_nodes, depth: see `merge_trees`.
     """
     count = paths.shape[1]
-    assert num_nodes <= min(MAX_NODES, count)
+    assert nodes <= min(MAX_NODES, count)
     depths = (paths >= 0).sum(dim=2)
     scores = torch.where(is_first & (depths > 0), scores, -torch.inf)
     by_depth = depths.sort(dim=1, stable=True).indices
     best = by_depth.gather(
         1, scores.gather(1, by_depth).sort(dim=1, descending=True, stable=True).indices
-    )[:, :num_nodes]
+    )[:, :nodes]
     scores, depths = scores.gather(1, best), depths.gather(1, best)
     paths = paths.gather(1, best[..., None].expand(-1, -1, paths.shape[2]))
     counts = scores > -torch.inf
-    rows = torch.arange(1, num_nodes + 1, device=paths.device)
+    rows = torch.arange(1, nodes + 1, device=paths.device)
     last = torch.where(counts, depths - 1, 0)[..., None]
     beginnings = paths.scatter(2, last, -1)
     parents = torch.where(

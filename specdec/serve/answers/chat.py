@@ -99,9 +99,8 @@ class ChatCompletion(Answer):
             return None
         content = []
         for place, (token, value) in enumerate(zip(tokens, values, strict=True)):
-            likely = (
-                list(tops[place].items())[: self.asked.top_logprobs] if place < len(tops) else []
-            )
+            top = tops[place] if place < len(tops) else {}
+            likely = list(top.items())[: self.asked.top_logprobs]
             content.append(
                 {**self._entry(token, value), "top_logprobs": [self._entry(*one) for one in likely]}
             )

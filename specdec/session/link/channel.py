@@ -57,9 +57,8 @@ def unpacked(data: bytes, num_keys: int = 0) -> list[int]:
         raise Malformed(f"{len(data)} bytes are no integers") from error
 
 
-_ERRORS = {
-    kind.__name__: kind for kind in (CapacityError, InvalidInputError, SpecDecError, RuntimeError)
-}
+_KINDS = (CapacityError, InvalidInputError, SpecDecError, RuntimeError)
+_ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 
 def plain_error(error: BaseException) -> tuple[str, str]:
