@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
@@ -166,7 +168,7 @@ class SlotState:
         """
         tokens: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
+        slots: list[NDArray[np.int64]] = []
         logit_rows: list[int] = []
         scored_rows: list[int] = []
         rope_lens: list[int] = []
@@ -177,7 +179,7 @@ class SlotState:
             ]
             tokens += prefill_tokens(chunk.request)[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
-            slots += cache_slots(chunk, self.block_size)
+            slots.append(cache_slots(chunk, self.block_size))
             if samples_first_token(chunk):
                 logit_rows.append(len(tokens) - 1)
         slot_rows = self.tensor([chunk.request.slot for chunk in chunks])
@@ -185,7 +187,7 @@ class SlotState:
             [chunk.end - chunk.start for chunk in chunks],
             [chunk.end for chunk in chunks],
             self.block_table.index_select(0, slot_rows),
-            self.tensor(slots),
+            self.tensor(np.concatenate(slots)),
         )
         wanted = self.tensor(logit_rows + scored_rows)
         rows = ForwardInput(
@@ -305,24 +307,23 @@ class SlotState:
         slots = [request.slot for request in requests]
         return self.tensor(slots + [self.padding_slot] * ((count or len(slots)) - len(slots)))
 
-    def tensor(self, values: Sequence[Any]) -> Tensor:
+    def tensor(self, values: Sequence[Any] | NDArray[np.int64]) -> Tensor:
         """Integers, or rows of them, as int64 on the device."""
         return self.host_tensor(values).to(self.device, non_blocking=True)
 
-    def host_tensor(self, values: Sequence[Any]) -> Tensor:
+    def host_tensor(self, values: Sequence[Any] | NDArray[np.int64]) -> Tensor:
         """Integers, or rows of them, as int64 in pinned memory for an accelerator: the host would
         wait for any other copy.
         """
         return torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
 
-def cache_slots(chunk: Chunk, block_size: int) -> list[int]:
+def cache_slots(chunk: Chunk, block_size: int) -> NDArray[np.int64]:
     """Where the keys and values of a chunk's tokens go, see `AttentionMetadata.slot_mapping`."""
-    blocks = chunk.request.block_ids
-    return [
-        blocks[position // block_size] * block_size + position % block_size
-        for position in range(chunk.start, chunk.end)
-    ]
+    first, skipped = divmod(chunk.start, block_size)
+    blocks = np.array(chunk.request.block_ids[first : -(-chunk.end // block_size)], np.int64)
+    places = blocks[:, None] * block_size + np.arange(block_size)
+    return places.reshape(-1)[skipped : skipped + chunk.end - chunk.start]
 
 
 def next_token(chunk: Chunk) -> int:

@@ -8,6 +8,7 @@ own, which see none of them, and write to the null block.
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -166,34 +167,25 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
     def _inputs(self, chunks: Sequence[Chunk], shape: PrefillShape) -> Tensor:
         """`PrefillGraph.inputs` on the host, pinned for an accelerator."""
-        state, size, width = self._state, self._state.block_size, shape.num_rows
-        missing = shape.num_reqs - len(chunks)
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        for chunk in chunks:
-            padding = width - (chunk.end - chunk.start)
-            tokens += prefill_tokens(chunk.request)[chunk.start : chunk.end] + [0] * padding
-            positions += range(chunk.start, chunk.start + width)
-            slots += cache_slots(chunk, size) + [NULL_BLOCK * size] * padding
-        rows = len(chunks) * width
-        values = [
-            *(tokens + [0] * (missing * width)),
-            *(
-                [min(position, state.max_model_len - 1) for position in positions]
-                + [0] * (missing * width)
-            ),
-            *(slots + [NULL_BLOCK * size] * (missing * width)),
-            *([chunk.request.slot for chunk in chunks] + [state.padding_slot] * missing),
-            *(
-                [index * width + chunk.end - chunk.start - 1 for index, chunk in enumerate(chunks)]
-                + [rows] * missing
-            ),
-            *([chunk.start + width for chunk in chunks] + [width] * missing),
-            *([chunk.end - chunk.start for chunk in chunks] + [0] * missing),
-            *([next_token(chunk) for chunk in chunks] + [0] * missing),
-        ]
-        return state.host_tensor(values)
+        state, (num_reqs, width, _) = self._state, shape
+        pinned = state.device.type == "cuda"
+        values = torch.zeros((3 * width + 5) * num_reqs, dtype=torch.int64, pin_memory=pinned)
+        numbers, count = values.numpy(), num_reqs * width
+        tokens, positions, cached = numbers[: 3 * count].reshape(3, num_reqs, width)
+        slots, ends, seq_lens, row_counts, next_tokens = numbers[3 * count :].reshape(5, num_reqs)
+        # of those that pad
+        cached[:] = NULL_BLOCK * state.block_size
+        slots[:], ends[:], seq_lens[:] = state.padding_slot, len(chunks) * width, width
+        for index, chunk in enumerate(chunks):
+            rows = chunk.end - chunk.start
+            tokens[index, :rows] = prefill_tokens(chunk.request)[chunk.start : chunk.end]
+            positions[index] = np.arange(chunk.start, chunk.start + width)
+            cached[index, :rows] = cache_slots(chunk, state.block_size)
+            slots[index], ends[index] = chunk.request.slot, index * width + rows - 1
+            seq_lens[index], row_counts[index] = chunk.start + width, rows
+            next_tokens[index] = next_token(chunk)
+        np.minimum(positions, state.max_model_len - 1, out=positions)
+        return values
 
     def _captured(self, shape: PrefillShape) -> PrefillGraph:
         """Captures a prefill of padding alone."""
