@@ -91,22 +91,21 @@ def tools_of(
     known = [_function(f"tools[{place}]", given) for place, given in enumerate(asked.tools or ())]
     names = [one.name for one in known]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise _refusal("tools", f"two functions are called {twice!r}; give each another name")
+        raise RequestError(f"two functions are called {twice!r}; give each another name", "tools")
     allowed, required, single = _choice(asked.tool_choice, names)
     if not allowed:
         return None
     if required and (of_all := _grammar_field(asked)) is not None:
         what = f"{of_all} says what the whole answer is, and tool_choice asks for calls alone"
-        raise _refusal(of_all, f"{what}; leave one of them out")
+        raise RequestError(f"{what}; leave one of them out", of_all)
     if not knows_tools(tokenizer):
         what = "the chat template tells the model of no tools"
-        raise _refusal(
-            "tools", f"{what}; leave them out, or start the server with another template"
-        )
+        way_out = "leave them out, or start the server with another template"
+        raise RequestError(f"{what}; {way_out}", "tools")
     if form is None and not required:
         what = "the chat template says in no known way how calls are written"
         way_out = "ask with tool_choice required, or start the server with --tool-format"
-        raise _refusal("tools", f"{what}; {way_out}")
+        raise RequestError(f"{what}; {way_out}", "tools")
     return Tools(
         FORMATS["json"] if form is None else form,
         [one.given for one in known],
@@ -120,18 +119,18 @@ def tools_of(
 def _function(place: str, given: Any) -> _Function:
     if not isinstance(given, Mapping) or given.get("type", "function") != "function":
         kind = given.get("type") if isinstance(given, Mapping) else given
-        raise _refusal("tools", f"{place} is {shown(kind)}; give a function", place)
+        raise RequestError(f"{place} is {shown(kind)}; give a function", place)
     function = given.get("function")
     if not isinstance(function, Mapping):
-        raise _refusal("tools", f"{place} has no function; give an object with its name", place)
+        raise RequestError(f"{place} has no function; give an object with its name", place)
     name, strict = function.get("name"), function.get("strict")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         what = f"{place} is called {shown(name)}"
-        raise _refusal("tools", f"{what}; give 1 to 64 letters, digits, _ . or -", place)
+        raise RequestError(f"{what}; give 1 to 64 letters, digits, _ . or -", place)
     if not isinstance(function.get("description", ""), str | None):
-        raise _refusal("tools", f"the description of {name} is no text; give one", place)
+        raise RequestError(f"the description of {name} is no text; give one", place)
     if not isinstance(strict, bool | None):
-        raise _refusal("tools", f"strict of {name} is {shown(strict)}; give true or false", place)
+        raise RequestError(f"strict of {name} is {shown(strict)}; give true or false", place)
     schema = _schema(name, function.get("parameters"), place)
     told = {key: value for key, value in function.items() if key != "strict"}
     told["parameters"] = schema
@@ -140,7 +139,7 @@ def _function(place: str, given: Any) -> _Function:
         Grammar.json_schema(schema)
     except InvalidInputError as error:
         if strict:
-            raise _refusal("tools", f"{name}, which is strict: {error}", place) from error
+            raise RequestError(f"{name}, which is strict: {error}", place) from error
         notes.append(f"{name}: its arguments are any object, since {error}")
     return _Function({"type": "function", "function": told}, name, None if notes else schema, notes)
 
@@ -150,14 +149,14 @@ def _schema(name: str, given: Any, place: str) -> dict[str, Any]:
     schema = {"type": "object", "properties": {}} if given is None else given
     if not isinstance(schema, Mapping):
         what = f"the parameters of {name} are {shown(given)}"
-        raise _refusal("tools", f"{what}; give a JSON schema of an object", place)
+        raise RequestError(f"{what}; give a JSON schema of an object", place)
     if schema.keys().isdisjoint(("type", "$ref", "anyOf", "oneOf", "allOf")):
         schema = {"type": "object", **schema}
     if wrong := misformed(schema):
-        raise _refusal("tools", f"the parameters of {name}: {wrong[0]}", place)
+        raise RequestError(f"the parameters of {name}: {wrong[0]}", place)
     if Root(schema).kinds(schema) != {"object"}:
         what = f"the parameters of {name} describe no object"
-        raise _refusal("tools", f"{what}; give a schema of type object", place)
+        raise RequestError(f"{what}; give a schema of type object", place)
     return dict(schema)
 
 
@@ -167,7 +166,7 @@ def _choice(given: Any, names: list[str]) -> tuple[list[str], bool, bool]:
         return ([] if given == "none" else names), False, False
     if not names:
         what = f"tool_choice is {shown(given)} and there are no tools"
-        raise _refusal("tool_choice", f"{what}; give some")
+        raise RequestError(f"{what}; give some", "tool_choice")
     if given == "required":
         return names, True, False
     kind = given.get("type") if isinstance(given, Mapping) else None
@@ -178,11 +177,9 @@ def _choice(given: Any, names: list[str]) -> tuple[list[str], bool, bool]:
         mode, some = allowed.get("mode", "auto"), allowed.get("tools")
         if mode in ("auto", "required") and isinstance(some, list) and some:
             return [_named(one, names) for one in some], mode == "required", False
-    raise _refusal(
-        "tool_choice",
-        f"tool_choice is {shown(given)}; choose none, auto, required, or a function:"
-        ' {"type": "function", "function": {"name": ...}}',
-    )
+    way_out = "choose none, auto, required, or a function"
+    way_out += ': {"type": "function", "function": {"name": ...}}'
+    raise RequestError(f"tool_choice is {shown(given)}; {way_out}", "tool_choice")
 
 
 def _grammar_field(asked: ChatRequest) -> str | None:
@@ -198,11 +195,6 @@ def _named(given: Any, names: list[str]) -> str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if name not in names:
         what = f"tool_choice names {shown(name)}"
-        raise _refusal(
-            "tool_choice", f"{what}, which is none of the tools; add it, or name another"
-        )
+        way_out = "add it, or name another"
+        raise RequestError(f"{what}, which is none of the tools; {way_out}", "tool_choice")
     return str(name)
-
-
-def _refusal(field: str, message: str, param: str | None = None) -> RequestError:
-    return RequestError(message, param or field)

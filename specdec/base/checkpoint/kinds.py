@@ -98,9 +98,8 @@ def check_adapter(name: str | Path, folder: Path | None = None, *, what: str) ->
 
 
 def _lone_adapter(name: str | Path, what: str) -> CheckpointError:
-    base = (json_file(str(name), ADAPTER, what=what) or {}).get(
-        "base_model_name_or_path"
-    ) or "the model that it changes"
+    stated = json_file(str(name), ADAPTER, what=what) or {}
+    base = stated.get("base_model_name_or_path") or "the model that it changes"
     message = f"{what} {str(name)!r} is an adapter (LoRA or the like) and no model"
     way_out = f"merge it into {base} (merge_and_unload of peft), and give the result"
     return CheckpointError(f"{message}; {way_out}")

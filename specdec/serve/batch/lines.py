@@ -262,14 +262,10 @@ class BatchLine:
                 raise refused(error) if result.bad_input else engine_failed(error)
         tokens, name = TokenBytes(reader.tokenizer), self.names[0]
         if isinstance(self.asked, CompletionRequest):
-            echoes = [
-                one if isinstance(one, str) else str(reader.tokenizer.decode(one))
-                for one in self.asked.prompt
-            ]
-            made = Completion(
-                self.asked, name, self._made, tokens, echoes=echoes if self.asked.echo else None
-            )
-            return made.whole(results)
+            decode, asked = reader.tokenizer.decode, self.asked
+            texts = [one if isinstance(one, str) else str(decode(one)) for one in asked.prompt]
+            echoes = texts if asked.echo else None
+            return Completion(asked, name, self._made, tokens, echoes=echoes).whole(results)
         assert isinstance(self.asked, ChatRequest)
         about = self.asked, name, self._made, tokens
         tools = self._tools
