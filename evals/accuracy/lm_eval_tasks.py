@@ -117,9 +117,7 @@ def _needs(error: ImportError) -> InvalidInputError:
     return InvalidInputError(f"{what}; the task's page in lm-eval names its package")
 
 
-@cache
-def _all_tasks() -> TaskManager:
-    return TaskManager()
+_all_tasks = cache(TaskManager)
 
 
 def _data(data: str, folder: Path) -> dict[str, Any]:

@@ -19,6 +19,9 @@ SIZE = (4.6, 3.2)
 
 FONT_SIZE = 10
 
+WIDTH = 18
+"""Characters of a side's name."""
+
 _NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": FONT_SIZE - 1}
 
 Row = dict[str, Any]
@@ -57,7 +60,7 @@ class Charts:
                         continue
                     at = place + (number - (len(sides) - 1) / 2) * height
                     low, high = figures.get(f"{field}_interval") or (value, value)
-                    label = None if place else _label(side)
+                    label = None if place else side.name(WIDTH)
                     axes.barh(at, value, 0.92 * height, label=label, **self._fill(side))
                     if high > low:
                         axes.plot([low, high], [at, at], color=drawn("ink"), linewidth=1.4)
@@ -173,7 +176,7 @@ class Charts:
                 first = (number - (len(own) - 1) / 2) * width
                 places = [tokens + first for tokens in range(1, len(counts) + 1)]
                 shares = [count / steps for count in counts]
-                axes.bar(places, shares, width, label=_label(side), **self._fill(side))
+                axes.bar(places, shares, width, label=side.name(WIDTH), **self._fill(side))
             axes.set(xlabel="tokens per verify step", ylabel="share of steps")
             _whole_ticks(axes)
 
@@ -190,7 +193,7 @@ class Charts:
                 color = drawn(f"part-{number}")
                 axes.barh(range(len(own)), shares, 0.7, left, label=part, color=color)
                 left = [before + share for before, share in zip(left, shares, strict=True)]
-            axes.set_yticks(range(len(own)), [_label(side_of(row)) for row in own])
+            axes.set_yticks(range(len(own)), [side_of(row).name(WIDTH) for row in own])
             axes.invert_yaxis()
             axes.set(xlabel="share of the time", xlim=(0, 1))
 
@@ -199,7 +202,7 @@ class Charts:
     def _line(self, side: Side) -> dict[str, Any]:
         """How the line of a side is drawn, and what it is called."""
         return {
-            "label": _label(side),
+            "label": side.name(WIDTH),
             "color": self._palette.color(side),
             "linestyle": "--" if side.drafter == PLAIN else "-",
             "marker": self._palette.marker(side),
@@ -217,10 +220,6 @@ def _by_side(rows: Sequence[Row]) -> list[tuple[Side, list[Row]]]:
     for row in rows:
         found.setdefault(side_of(row), []).append(row)
     return [(side, sorted(own, key=lambda row: row["concurrency"])) for side, own in found.items()]
-
-
-def _label(side: Side) -> str:
-    return side.name(18)
 
 
 def _short(task: str) -> str:
