@@ -138,9 +138,8 @@ def conversations(columns: Mapping[str, Sequence[int]]) -> dict[int, Array]:
     {0: array([10.,  6.,  4.,  2.])}
     """
     found: dict[int, Array] = {}
-    for item, emitted, steps in zip(
-        columns["item"], columns["num_emitted"], columns["num_steps"], strict=True
-    ):
+    wanted = (columns[name] for name in ("item", "num_emitted", "num_steps"))
+    for item, emitted, steps in zip(*wanted, strict=True):
         if steps:
             found.setdefault(item, np.zeros(4))
             found[item] += (emitted, steps, emitted / steps, 1)

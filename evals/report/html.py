@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,9 +103,7 @@ def _bench(report: Report) -> Iterator[Section]:
     for table in tables:
         if table.name not in several:
             yield Section(table.title, _by_task(charts, table))
-    for (name, temperature), group in groupby(
-        rows, key=lambda row: (row["prompt_set"], row["temperature"])
-    ):
+    for (name, temperature), group in groupby(rows, key=itemgetter("prompt_set", "temperature")):
         own = list(group)
         some = [row for row in own if row["concurrency"] == own[0]["concurrency"]]
         mine = [one for one in tables if (one.name, one.temperature) == (name, temperature)]

@@ -122,12 +122,11 @@ def _check_batch(args: argparse.Namespace) -> None:
 def _check_combination(args: argparse.Namespace) -> None:
     if args.json and args.stream:
         raise InvalidInputError("--stream shows text and --json prints objects; drop one of them")
-    if args.ray is not None and (
-        option := next(
-            (name for name in ("stream", "timing", "compare") if getattr(args, name)), None
+    given = [name for name in ("stream", "timing", "compare") if getattr(args, name)]
+    if args.ray is not None and given:
+        raise InvalidInputError(
+            f"--{given[0]} looks at one engine of this process; drop it or --ray"
         )
-    ):
-        raise InvalidInputError(f"--{option} looks at one engine of this process; drop it or --ray")
     if args.out is not None and (args.stream or args.compare):
         raise InvalidInputError("--out keeps whole answers; drop it, or --stream and --compare")
     if args.repeats is not None and not args.compare:

@@ -56,11 +56,8 @@ class Grammar:
                 Grammar(*asked.answer)
         if self.kind == "choice":
             choices = _parsed("the list of choices", self.text)
-            if (
-                not isinstance(choices, list)
-                or not choices
-                or not all(isinstance(one, str) and one for one in choices)
-            ):
+            some = choices if isinstance(choices, list) else []
+            if not some or not all(isinstance(one, str) and one for one in some):
                 what = f"choices are {shown(choices)}; give a list of at least one string"
                 raise InvalidInputError(f"{what}, none of them empty")
         plain = "".join(choices) if self.kind == "choice" else self.text

@@ -277,9 +277,7 @@ async def _sampling(front: Front, asked: Generation) -> SamplingParams:
     defaults = front.engine.admission.verifier.defaults
     make = partial(sampling_params, asked, defaults, most=front.max_total_tokens)
     asked_for = (getattr(asked, name) for name in GRAMMAR_FIELDS)
-    if all(
-        value is None or (isinstance(value, str) and len(value) <= SHORT) for value in asked_for
-    ):
+    if all(one is None or (isinstance(one, str) and len(one) <= SHORT) for one in asked_for):
         return make()
     return await asyncio.to_thread(make)
 

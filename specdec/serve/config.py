@@ -145,12 +145,8 @@ class ServeConfig:
             require(fits, f"{name} is {value!r} without {needed}; give both")
         line = f"port is {self.port}; it must lie in [0, 65535], where 0 takes a free one"
         require(0 <= self.port < 2**16, line)
-        for name in (
-            "front_processes",
-            "keep_alive_seconds",
-            "learn_every",
-            *(name for name in self.__dataclass_fields__ if name.startswith("max_")),
-        ):
+        limits = [name for name in self.__dataclass_fields__ if name.startswith("max_")]
+        for name in ("front_processes", "keep_alive_seconds", "learn_every", *limits):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
         line = f"front_processes is {self.front_processes}; it must be at most {MAX_FRONTS}"

@@ -194,9 +194,8 @@ class _Reader:
             if re.compile(r"\[[:.=]").match(self._pattern, self._place):
                 raise self._wrong("a named class")
             first = self._of_class()
-            if self._pattern.startswith("-", self._place) and not self._pattern.startswith(
-                "-]", self._place
-            ):
+            rest = self._pattern[self._place : self._place + 2]
+            if rest.startswith("-") and rest != "-]":
                 self._place += 1
                 last = self._of_class()
                 if not (_is_one(first) and _is_one(last) and first.sure <= last.sure):

@@ -26,6 +26,16 @@ _Family = CounterMetricFamily | GaugeMetricFamily
 DRAFTS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47)
 """Bounds of drafts of a request in a step."""
 
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "From a request to its first token, of streams.",
+    "inter_token_latency_seconds": "Between the steps that add to an output, of streams.",
+    "request_time_per_output_token_seconds": "Mean of an output after its first token, of streams.",
+    "e2e_request_latency_seconds": "From a request to its end.",
+    "request_prompt_tokens": "Prompt tokens of each output that has ended.",
+    "request_generation_tokens": "Tokens of each output that has ended.",
+}
+"""What they are of, by name."""
+
 
 class Metrics(Collector):
     """Makes the metrics anew each time they are asked for.
@@ -107,34 +117,9 @@ class Metrics(Collector):
         yield self._by(CounterMetricFamily, name, text, "outcome", learned["rounds"].items())
 
     def _histograms(self, prefix: str, totals: Totals) -> Iterator[Metric]:
-        for name, counted, text in (
-            (
-                "time_to_first_token_seconds",
-                totals.first_token,
-                "From a request to its first token, of streams.",
-            ),
-            (
-                "inter_token_latency_seconds",
-                totals.between_tokens,
-                "Between the steps that add to an output, of streams.",
-            ),
-            (
-                "request_time_per_output_token_seconds",
-                totals.per_token,
-                "Mean of an output after its first token, of streams.",
-            ),
-            ("e2e_request_latency_seconds", totals.whole, "From a request to its end."),
-            (
-                "request_prompt_tokens",
-                totals.request_prompt,
-                "Prompt tokens of each output that has ended.",
-            ),
-            (
-                "request_generation_tokens",
-                totals.request_output,
-                "Tokens of each output that has ended.",
-            ),
-        ):
+        of_streams = totals.first_token, totals.between_tokens, totals.per_token
+        every = *of_streams, totals.whole, totals.request_prompt, totals.request_output
+        for (name, text), counted in zip(HISTOGRAMS.items(), every, strict=True):
             yield self._histogram(f"{prefix}:{name}", text, _buckets(counted), counted.sum)
         steps, text = totals.verified or [0], "Drafts verified of a request in a step."
         buckets = [(str(bound), float(sum(steps[: bound + 1]))) for bound in DRAFTS]
