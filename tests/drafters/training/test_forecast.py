@@ -31,10 +31,10 @@ def test_the_forecast_of_the_shipped_drafter_is_what_the_engine_does() -> None:
         out="unused",
         device="cpu",
         dtype="float32",
-        max_tokens=24,
+        max_tokens=16,
         batch_size=6,
         anchors=8,
-        loss_rows=120,
+        loss_rows=90,
     )
     shape = BlockShape(16, 15)
     verifier, tokenizer = resolve(VERIFIERS, "hf", "verifier")(
