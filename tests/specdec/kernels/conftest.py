@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 # The others have run without it, and would only be slower: engines would check their kernels.
 collect_ignore = (
     [
@@ -13,3 +15,14 @@ collect_ignore = (
     if os.environ.get("TRITON_INTERPRET") == "1"
     else []
 )
+
+
+@pytest.fixture
+def kept_kernels(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier run has compiled is not compiled again: Triton knows it by the sources of the
+    kernel and of all that it calls, the options, and its own version. `make clean` removes it.
+    """
+    cache = getattr(request.config, "cache", None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache.mkdir("triton") if cache else tmp_path))

@@ -5,7 +5,6 @@ interpreter would let more pass.
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,18 +27,11 @@ from tests.helpers.compiled_kernels import (
 )
 from tests.helpers.triton_interpreter import compile_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kept_kernels")]
 
 MATRIX_INSTRUCTIONS = ("wgmma", "mma.sync", "v_mfma", "v_wmma")
 WHOLE = ("attention", "norm over ranks")
 """Beginnings of titles: of these every shape is compiled, for they differ in what is looked for."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiles anew each time."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    yield
 
 
 def assert_rows_before_flags(assembly: str) -> None:

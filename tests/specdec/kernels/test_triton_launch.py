@@ -8,7 +8,6 @@ tokens mean nothing here.
 
 import os
 from collections.abc import Callable, Hashable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +74,7 @@ class TwoLaunches:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, str]]:
+def compiled(monkeypatch: pytest.MonkeyPatch, kept_kernels: None) -> set[tuple[str, str]]:
     """Names and hashes of the kernels that were launched."""
     found: set[tuple[str, str]] = set()
     awaited: list[torch.Tensor] = []
@@ -95,7 +94,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
         found.add((self.fn.__name__ + (" with hints" if hints else ""), kernel.hash))
         return kernel
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", PretendedDriver())
     monkeypatch.setattr(JITFunction, "run", bind_and_compile)
     kernels = triton_argmax.argmax
