@@ -20,6 +20,7 @@ OTHERS = 4.0
 
 FIRST_GUESS = 0.9
 """Acceptance of a draft before anything is known; high, so that drafting is tried."""
+_PATHS = 64  # of a step, which tell enough; with 256 requests all would take a twentieth of a step
 _WEIGHT = 0.5  # of a guess, in observations
 _HOPE = 1.15  # times as many drafts accepted of a tree as of a chain as deep, before there is one
 
@@ -129,6 +130,7 @@ class BlockAcceptance:
         trees = sorted(shape for shape in arms if shape.is_tree and not shape.budget)
         # times as many drafts accepted of a tree as of the next smaller one
         self._growths = {tree: _Ratio(_LONG) for tree in trees}
+        self._num_trees = 0  # that were verified, in steps
         # drafts accepted of a request, by step
         self._shared = {shape: _Ratio() for shape in arms if shape.budget}
 
@@ -154,7 +156,11 @@ class BlockAcceptance:
             self._chain.observe(shape.drafts, num_accepted)
 
     def _observe_tree(self, shape: BlockShape, paths: Sequence[Path], num_reqs: int) -> None:
-        none = [0] * (num_reqs - len(paths))
+        self._num_trees += 1
+        every = -(-num_reqs // _PATHS)  # one in so many, others in the next step
+        none = [0] * ((num_reqs - len(paths)) // every)
+        paths = paths[self._num_trees % every :: every]
+        num_reqs = max(1, len(none) + len(paths))
         # the first rows are the smaller tree
         kept = {
             tree: [min(bisect(path.rows, tree.drafts), tree.depth) for path in paths]
