@@ -1,8 +1,8 @@
 """An n-gram drafter for engines of a cluster that tells what they do, and does what goes wrong
 there.
 
-The target's folder holds `plan.json` for it, and gets a line in `begun.jsonl` for every prompt that
-an engine begins.
+The target's folder holds a `plan` for it, which names another folder: that gets a line in
+`begun.jsonl` for every prompt that an engine begins.
 """
 
 import json
@@ -35,8 +35,8 @@ def load(path: Path | None, *, verifier: Verifier) -> Drafter:
     """The drafter; in the second engine, where the plan says so, on a machine that has another
     device.
     """
-    folder = Path(verifier.name)
-    plan = json.loads((folder / "plan.json").read_text())
+    plan = json.loads((Path(verifier.name) / "plan").read_text())
+    folder = Path(plan["folder"])
     if plan.get("other_device") and list(folder.glob("loaded-*")):
         provenance.device_name = lambda device: "another GPU"
     (folder / f"loaded-{os.getpid()}").touch()

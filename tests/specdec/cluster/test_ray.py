@@ -32,6 +32,7 @@ from specdec.session.outputs import GenerationResult
 from tests.evals.tiny import save_tiny
 from tests.helpers.cluster_drafter import HOME, begun
 from tests.helpers.waiting import HANG, wait_until
+from verifiers.config import recalled
 
 ray = pytest.importorskip("ray")
 
@@ -57,21 +58,29 @@ def sampling(index: int) -> SamplingParams:
 
 
 @pytest.mark.slow
-def test_engines_of_a_cluster(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    """What may go wrong with them, and what becomes of the run."""
+def test_engines_of_a_cluster(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may go wrong with them, and what becomes of the run. All load one target, of which the
+    first start tells the others: without the classes of its model they start in half the time.
+    """
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(recalled, "cache_folder", lambda: tmp_path / "cache")
     context = ray.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20
     )
     try:
-        folder = save_tiny(tmp_path / "alone")
         alone = SpecDecoder.from_pretrained(
-            folder, drafter="ngram", device="cpu", dtype="float32", engine=engine(2)
+            save_tiny(tmp_path / "target"),
+            drafter="ngram",
+            device="cpu",
+            dtype="float32",
+            engine=engine(2),
         )
         for part in (killed_driver, prompt_that_kills, unlike_engines):
+            (tmp_path / part.__name__).mkdir()
             with subtests.test(part.__name__):
-                part(
-                    context.address_info["gcs_address"], alone, save_tiny(tmp_path / part.__name__)
-                )
+                part(context.address_info["gcs_address"], alone, tmp_path / part.__name__)
     finally:
         for thread in filter(of_ray_data, threading.enumerate()):
             thread.join(HANG)
@@ -89,10 +98,11 @@ def of_ray_data(thread: threading.Thread) -> bool:
     )
 
 
-def plan(folder: Path, **given: object) -> Path:
-    """Says what will happen."""
-    (folder / "plan.json").write_text(json.dumps(given))
-    return folder
+def plan(alone: SpecDecoder, folder: Path, **given: object) -> str:
+    """Says what will happen with engines of the same target, which is returned."""
+    target = Path(alone.verifier.name)
+    (target / "plan").write_text(json.dumps({"folder": str(folder), **given}))
+    return str(target)
 
 
 def same(found: list[GenerationResult], expected: list[GenerationResult]) -> None:
@@ -114,11 +124,11 @@ def killed_driver(address: str, alone: SpecDecoder, folder: Path) -> None:
     """`kill -9`, then the same command: what was kept is not computed again, nothing is lost,
     figures are those of one engine.
     """
-    plan(folder, most=6)
+    target = plan(alone, folder, most=6)
     prompts, kept = folder / "prompts.txt", folder / "kept.jsonl"
     prompts.write_text("\n".join(PROMPTS))
     line = (
-        f"generate --file {prompts} --raw --json --out {kept} --model {folder} --drafter {HOME}"
+        f"generate --file {prompts} --raw --json --out {kept} --model {target} --drafter {HOME}"
         " --device cpu --dtype float32 --max-num-seqs 1 --max-model-len 128 -k 4 --kv-memory 4M"
         " --max-tokens 24 --ignore-eos --temperature 0.7 --seed 3 --engines 2"
         f" --cpus-per-engine 0.5 --ray {address}"
@@ -166,14 +176,14 @@ def prompt_that_kills(address: str, alone: SpecDecoder, folder: Path) -> None:
     """
     tokens = [alone.tokenize(prompt) for prompt in PROMPTS]
     too_long = list(range(10, 90)) * 2
-    plan(folder, poison=tokens[4], prompts=tokens)
+    target = plan(alone, folder, poison=tokens[4], prompts=tokens)
     rows = [Row(str(index), prompt, sampling(index)) for index, prompt in enumerate(PROMPTS)]
     rows.append(Row("too long", too_long, sampling(0)))
     journal = ClusterJournal(folder / "kept.jsonl", {"k": 4}, command="bench")
     answers = {
         answer.key: answer
         for answer in journal.run(
-            Pool.of(address, TWO, EngineSpec(str(folder), HOME, LOAD, engine(2))), rows
+            Pool.of(address, TWO, EngineSpec(target, HOME, LOAD, engine(2))), rows
         )
     }
 
@@ -198,8 +208,8 @@ def prompt_that_kills(address: str, alone: SpecDecoder, folder: Path) -> None:
 
 def unlike_engines(address: str, alone: SpecDecoder, folder: Path) -> None:
     """The answer of a machine with another GPU ends the run with one line, and is not kept."""
-    plan(folder, other_device=True)
-    pool = Pool.of(address, TWO, EngineSpec(str(folder), HOME, LOAD, engine(1)))
+    target = plan(alone, folder, other_device=True)
+    pool = Pool.of(address, TWO, EngineSpec(target, HOME, LOAD, engine(1)))
     journal = ClusterJournal(folder / "kept.jsonl", {"k": 4}, command="bench")
     rows = [Row(str(index), prompt, sampling(index)) for index, prompt in enumerate(PROMPTS)]
     with pytest.raises(
