@@ -49,7 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Starts with the slow ones, the longest before all, so that no worker is left alone with them
     in the end.
     """
-    longest = ("test_triton_compile",)  # all kernels of a target
+    # all kernels of a target, a cluster, all families in several processes
+    longest = ("test_triton_compile", "test_ray", "test_shards")
     items.sort(
         key=lambda item: (
             item.get_closest_marker("slow") is None,
