@@ -3,6 +3,7 @@ estimated while decoding.
 """
 
 from bisect import bisect
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
@@ -20,7 +21,7 @@ OTHERS = 4.0
 
 FIRST_GUESS = 0.9
 """Acceptance of a draft before anything is known; high, so that drafting is tried."""
-_PATHS = 64  # of a step, which tell enough; with 256 requests all would take a twentieth of a step
+_PATHS = 32  # of a step, which tell enough; with 256 requests all would take a twentieth of a step
 _WEIGHT = 0.5  # of a guess, in observations
 _HOPE = 1.15  # times as many drafts accepted of a tree as of a chain as deep, before there is one
 
@@ -63,6 +64,7 @@ class AcceptanceEstimate:
 
     def __init__(self, most: int, guess: float = FIRST_GUESS) -> None:
         self._positions, self._guess = [_Ratio() for _ in range(most)], guess
+        self._expected = list[float]()  # by the length of a chain, from 0 on; empty when outdated
 
     @property
     def has_evidence(self) -> bool:
@@ -71,25 +73,30 @@ class AcceptanceEstimate:
 
     def observe(self, k: int, num_accepted: Sequence[int]) -> None:
         """Takes over one step of `k` drafts, with what each request accepted of them."""
-        reached = len(num_accepted)
+        reached, ended = len(num_accepted), Counter(num_accepted)
+        self._expected.clear()
         for place, position in enumerate(self._positions[:k]):
-            accepted = reached - num_accepted.count(place)
+            accepted = reached - ended[place]
             position.observe(reached, accepted)
             reached = accepted
 
     def fade(self) -> None:
         """What other texts taught counts for `OTHERS` observations of each position."""
+        self._expected.clear()
         for position in self._positions:
             position.fade()
 
     def expected(self, k: int) -> float:
         """Drafts that a request accepts of a chain of `k`, on average."""
-        rate, alive, drafts = self._guess, 1.0, 0.0
-        for position in self._positions[:k]:
-            rate = position.value(rate)
-            alive *= rate
-            drafts += alive
-        return drafts
+        if not self._expected:
+            rate, alive, drafts = self._guess, 1.0, 0.0
+            self._expected.append(drafts)
+            for position in self._positions:
+                rate = position.value(rate)
+                alive *= rate
+                drafts += alive
+                self._expected.append(drafts)
+        return self._expected[min(k, len(self._positions))]
 
 
 class Path(NamedTuple):
