@@ -95,7 +95,5 @@ def latent_like(
 
 def _require_served(backend: str, reasons: Sequence[str]) -> None:
     if reasons:
-        raise BackendError(
-            f"attention backend {backend!r} cannot serve this drafter: {'; '.join(reasons)};"
-            f" choose another"
-        )
+        what = f"attention backend {backend!r} cannot serve this drafter: {'; '.join(reasons)}"
+        raise BackendError(f"{what}; choose another")

@@ -70,9 +70,8 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = parse_json(file.read_bytes(), strict=False)
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{file.name} is not valid JSON ({error}); download or write it again"
-        ) from error
+        what = f"{file.name} is not valid JSON ({error})"
+        raise CheckpointError(f"{what}; download or write it again") from error
     require(isinstance(content, dict), f"{file.name} holds no JSON object")
     return dict(content)
 
@@ -243,10 +242,8 @@ def check_target(
         )
     if problems:
         origin = f" (made for {made_for})" if made_for else ""
-        raise CheckpointError(
-            f"the drafter{origin} does not fit {verifier.name}: {'; '.join(problems)}; choose one"
-            f" made for it"
-        )
+        what = f"the drafter{origin} does not fit {verifier.name}: {'; '.join(problems)}"
+        raise CheckpointError(f"{what}; choose one made for it")
 
 
 def write_folder(

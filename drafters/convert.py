@@ -108,9 +108,8 @@ def convert(
         elif algorithm in ("eagle3", "peagle"):
             _convert_eagle3(found, made, layout, target)
         else:
-            raise CheckpointError(
-                f"drafters of algorithm {algorithm!r} are not converted; DFlash's and EAGLE-3's are"
-            )
+            what = f"drafters of algorithm {algorithm!r} are not converted"
+            raise CheckpointError(f"{what}; DFlash's and EAGLE-3's are")
     if (found / CARD).is_file():
         write_atomically(made / CARD, partial(shutil.copyfile, found / CARD))
     return "\n".join(filter(None, [note, license_note(found / CARD, raw)])) or None
@@ -138,9 +137,8 @@ def _convert_eagle3(source: Path, folder: Path, layout: str, target: str | None)
     from drafters.eagle3.layout import write_checkpoint
 
     if layout == "z-lab":
-        raise CheckpointError(
-            "z-lab's layout has no words for EAGLE-3; use --to sglang or --to speculators"
-        )
+        what = "z-lab's layout has no words for EAGLE-3"
+        raise CheckpointError(f"{what}; use --to sglang or --to speculators")
     config, tensors = read_checkpoint(source)
     num_target_layers = None if target is None else _target(target)[1]
     write_checkpoint(
@@ -163,10 +161,8 @@ def _untied(
     from specdec.base.registry import VERIFIERS, resolve
 
     if name is None:
-        raise CheckpointError(
-            "the head's tables are made of the target's, and the drafter names none; name it with"
-            " --model"
-        )
+        what = "the head's tables are made of the target's, and the drafter names none"
+        raise CheckpointError(f"{what}; name it with --model")
     dtype = next(iter(tensors.values())).dtype
     verifier, _ = resolve(VERIFIERS, "hf", "verifier")(
         name, device=torch.device("cpu"), dtype=dtype, generation_config=None
@@ -180,10 +176,8 @@ def _with_target(config: DFlashConfig, name: str) -> DFlashConfig:
     architectures, layers = _target(name)
     stated = config.num_target_layers
     if stated not in (None, layers):
-        raise CheckpointError(
-            f"the drafter was made for {stated} target layers, and {name!r} has {layers}; name its"
-            f" own target"
-        )
+        what = f"the drafter was made for {stated} target layers, and {name!r} has {layers}"
+        raise CheckpointError(f"{what}; name its own target")
     return replace(
         config,
         num_target_layers=layers,
@@ -200,9 +194,7 @@ def _target(name: str) -> tuple[tuple[str, ...], int]:
     raw: dict[str, Any] = json_file(name, "config.json", what="target") or {}
     layers = Keys([section(raw, "text_config"), raw]).integer("num_hidden_layers")
     if layers is None or layers < 1:
-        raise CheckpointError(
-            f"config.json of {name!r} does not say how many layers it has; name the drafter's own"
-            f" target"
-        )
+        what = f"config.json of {name!r} does not say how many layers it has"
+        raise CheckpointError(f"{what}; name the drafter's own target")
     names = raw.get("architectures")
     return tuple(map(str, names)) if isinstance(names, list) else (), layers

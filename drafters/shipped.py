@@ -18,10 +18,9 @@ def shipped_drafter_path() -> Path:
     """
     missing = [name for name in FILES if not (FOLDER / name).is_file()]
     if missing:
-        raise CheckpointError(
-            f"the drafter smollm2-dflash lacks {' and '.join(missing)} in {FOLDER};"
-            " install specdec again with its data files, or choose drafter ngram"
-        )
+        what = f"the drafter smollm2-dflash lacks {' and '.join(missing)} in {FOLDER}"
+        way_out = "install specdec again with its data files, or choose drafter ngram"
+        raise CheckpointError(f"{what}; {way_out}")
     return FOLDER
 
 
@@ -42,7 +41,6 @@ def load_shipped(path: str | Path | None = None, *, verifier: Verifier) -> DFlas
         CheckpointError: its files are missing or damaged.
     """
     if path is not None:
-        raise InvalidInputError(
-            f"the drafter smollm2-dflash comes with the package; leave out {str(path)!r}"
-        )
+        what = "the drafter smollm2-dflash comes with the package"
+        raise InvalidInputError(f"{what}; leave out {str(path)!r}")
     return load_dflash(shipped_drafter_path(), verifier=verifier)

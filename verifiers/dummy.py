@@ -69,10 +69,8 @@ def read_config(path: Path) -> PreTrainedConfig:
     except SpecDecError:
         raise
     except Exception as error:  # a damaged file ends in any kind of error
-        raise CheckpointError(
-            f"cannot read a model's config from {str(path)!r}: {one_line(error, 300)}; give a"
-            f" config.json"
-        ) from error
+        what = f"cannot read a model's config from {str(path)!r}: {one_line(error, 300)}"
+        raise CheckpointError(f"{what}; give a config.json") from error
     if getattr(config, "quantization_config", None):
         raise InvalidInputError(
             f"the config {str(path)!r} describes quantized weights and random ones are plain"
@@ -215,10 +213,8 @@ def dummy_rank(
     local = sharded(config, group)
     description = describe(local)
     if description is None:
-        raise UnsupportedModelError(
-            f"{name!r} of type {config.model_type!r} runs through transformers' modules; give"
-            f" another config"
-        )
+        what = f"{name!r} of type {config.model_type!r} runs through transformers' modules"
+        raise UnsupportedModelError(f"{what}; give another config")
     shard = None if group is None else Shard(config, description, group, name=name)
     shapes = shapes_of(config)
     if shard is not None:
@@ -253,10 +249,8 @@ def check_way(quantize: str | None) -> None:
         InvalidInputError: they cannot.
     """
     if quantize is not None and quantize not in WAYS:
-        raise InvalidInputError(
-            f"random weights cannot be {quantize!r}; choose {', '.join(WAYS)}, or bfloat16 for"
-            f" plain numbers"
-        )
+        what = f"random weights cannot be {quantize!r}"
+        raise InvalidInputError(f"{what}; choose {', '.join(WAYS)}, or bfloat16 for plain numbers")
 
 
 @torch.no_grad()

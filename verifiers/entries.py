@@ -94,10 +94,8 @@ def tokens(config: Any, name: str) -> int | None:
     if value is not None and (
         isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31
     ):
-        raise CheckpointError(
-            f"{name} is {value!r} and must be a positive number of tokens below 2**31; fetch"
-            f" config.json again"
-        )
+        what = f"{name} is {value!r} and must be a positive number of tokens below 2**31"
+        raise CheckpointError(f"{what}; fetch config.json again")
     return value
 
 

@@ -129,10 +129,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     children = dict.fromkeys([*model.base_model.children(), *model.get_decoder().children()])
     found = [m for m in children if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(found) != 1:
-        raise RuntimeError(
-            f"{type(model).__name__} has {len(found)} lists of {count} modules; one was expected,"
-            f" the decoder layers"
-        )
+        what = f"{type(model).__name__} has {len(found)} lists of {count} modules"
+        raise RuntimeError(f"{what}; one was expected, the decoder layers")
     return found[0]
 
 

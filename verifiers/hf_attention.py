@@ -51,9 +51,8 @@ def paged_attention(
             arguments on to its attention.
     """
     if paged is None:
-        raise RuntimeError(
-            f"{type(module).__name__} got no paged cache; call the model through HFVerifier.forward"
-        )
+        what = f"{type(module).__name__} got no paged cache"
+        raise RuntimeError(f"{what}; call the model through HFVerifier.forward")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     out = paged.backends[layer].run(
         query[0].transpose(0, 1),

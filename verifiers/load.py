@@ -84,9 +84,8 @@ def load_verifier(
         BackendError: no backend, or not the named one, can serve the model.
     """
     if not isinstance(name, str | Path):
-        raise CheckpointError(
-            f"the target is a {type(name).__name__}; give a folder, a hub name, or {EMBEDDED!r}"
-        )
+        what = f"the target is a {type(name).__name__}"
+        raise CheckpointError(f"{what}; give a folder, a hub name, or {EMBEDDED!r}")
     given, name = name, str(name)
     direct, place, known = name == EMBEDDED and fuse and group is None, None, None
     if name == EMBEDDED:

@@ -136,10 +136,8 @@ def _of_speculators(verifier: DecoderVerifier, entries: Mapping[str, Any]) -> An
     for name in ("hidden_size", "vocab_size"):
         found, wanted = getattr(config, name), getattr(verifier, name)
         if found != wanted:
-            raise CheckpointError(
-                f"it was made for a target whose {name} is {found}; that of {verifier.name!r} is"
-                f" {wanted}"
-            )
+            what = f"it was made for a target whose {name} is {found}"
+            raise CheckpointError(f"{what}; that of {verifier.name!r} is {wanted}")
     return config
 
 
@@ -202,10 +200,8 @@ def _assistant(
     config = _config(entries.get("text_config"), **shared, sliding_window=text.sliding_window + 1)
     width, hidden, vocabulary = verifier.hidden_size, config.hidden_size, verifier.vocab_size
     if config.vocab_size != vocabulary:
-        raise CheckpointError(
-            f"it was made for a target of {config.vocab_size} tokens; {verifier.name!r} has"
-            f" {vocabulary}"
-        )
+        what = f"it was made for a target of {config.vocab_size} tokens"
+        raise CheckpointError(f"{what}; {verifier.name!r} has {vocabulary}")
     backend = _backend(verifier, config)
     extra = {
         "projection": [hidden, 2 * width],
@@ -238,9 +234,8 @@ def _config(stated: Any, **changes: Any) -> Any:
     try:
         return config_of({**stated, **changes})
     except Exception as error:  # transformers believes what files say, and ends in any kind
-        raise CheckpointError(
-            f"its config.json describes no layers ({one_line(error)}); fetch it again"
-        ) from error
+        what = f"its config.json describes no layers ({one_line(error)})"
+        raise CheckpointError(f"{what}; fetch it again") from error
 
 
 def _clusters(weights: Weights, entries: Mapping[str, Any]) -> ClusteredHead | None:
@@ -316,9 +311,8 @@ def builder_of(
     """
     description = describe(config)
     if description is None:
-        raise CheckpointError(
-            f"our own layers have no kind {config.model_type!r}; use another drafter"
-        )
+        what = f"our own layers have no kind {config.model_type!r}"
+        raise CheckpointError(f"{what}; use another drafter")
     weights.rename(description.names)
     return LayerBuilder(config, description, backend) if earlier is None else earlier
 
@@ -339,9 +333,8 @@ def _read(
     where: dict[str, Any] = {"device": verifier.device, "dtype": verifier.dtype}
     weights = read_named(source.folder, own, name, **where, as_stored=as_stored)
     if not weights:
-        raise CheckpointError(
-            "the checkpoint holds no layers for multi-token prediction; use another drafter"
-        )
+        what = "the checkpoint holds no layers for multi-token prediction"
+        raise CheckpointError(f"{what}; use another drafter")
     of_layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
     extras = {f"{module}.weight": shape for module, shape in extra.items()}
     check_shapes(weights, of_layers | extras)
@@ -365,9 +358,7 @@ def _backend(verifier: DecoderVerifier, config: Any) -> AttentionBackend | MlaBa
         return verifier.attention
     kind: Any = type(verifier.attention)
     if reasons := kind.unsupported_reasons(spec):
-        raise BackendError(
-            f"attention backend {kind.name!r} cannot serve this drafter: {'; '.join(reasons)};"
-            f" choose another"
-        )
+        what = f"attention backend {kind.name!r} cannot serve this drafter: {'; '.join(reasons)}"
+        raise BackendError(f"{what}; choose another")
     backend: AttentionBackend | MlaBackend = kind(spec)
     return backend

@@ -50,10 +50,8 @@ class PredictionWeights:
         found = source_of(verifier, folder)
         assert isinstance(verifier, DecoderVerifier)
         if not isinstance(found, Source):
-            raise InvalidInputError(
-                f"drafter {str(folder)!r} reads its target's keys, which training does not know;"
-                f" leave --init out"
-            )
+            what = f"drafter {str(folder)!r} reads its target's keys, which training does not know"
+            raise InvalidInputError(f"{what}; leave --init out")
         self._source, self._own = found, layers_config(found.config, found.layers)
         self.tensors: dict[str, Tensor] = read_layers(verifier, found, self._own, as_stored=False)
         written = layers_config(found.config, SPECULATORS).to_dict()

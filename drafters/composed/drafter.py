@@ -47,10 +47,8 @@ class ComposedDrafter(Drafter):
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
         if len(parts) < 2:
-            raise InvalidInputError(
-                f"a composition has {len(parts)} drafter; name two or more, such as"
-                f" suffix+smollm2-dflash"
-            )
+            what = f"a composition has {len(parts)} drafter"
+            raise InvalidInputError(f"{what}; name two or more, such as suffix+smollm2-dflash")
         self.parts = tuple(parts)
         self.max_draft_tokens = max(part.max_draft_tokens for part in parts)
         self.num_lookahead_tokens = max(part.num_lookahead_tokens for part in parts)
@@ -85,10 +83,8 @@ class ComposedDrafter(Drafter):
             InvalidInputError: probabilistic drafts, which one drafter's distribution judges.
         """
         if draft_sampling == "probabilistic":
-            raise InvalidInputError(
-                "draft_sampling is 'probabilistic' and composed drafters give point masses; choose"
-                " 'coupled' or 'greedy'"
-            )
+            what = "draft_sampling is 'probabilistic' and composed drafters give point masses"
+            raise InvalidInputError(f"{what}; choose 'coupled' or 'greedy'")
         rest, bound = list(caches), []
         for part in self.parts:
             own, rest = rest[: len(part.kv_specs)], rest[len(part.kv_specs) :]

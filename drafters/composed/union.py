@@ -28,10 +28,8 @@ def union(
     trees = []
     for draft, shift in zip(drafts, shifts, strict=True):
         if draft.tree is None or draft.scores is None:
-            raise InvalidInputError(
-                "a drafter of this composition draws trees without DraftOutput.scores; use"
-                " tree_nodes=0, which makes chains"
-            )
+            what = "a drafter of this composition draws trees without DraftOutput.scores"
+            raise InvalidInputError(f"{what}; use tree_nodes=0, which makes chains")
         counts = draft.num_drafts
         if counts is None:
             counts = torch.full_like(draft.tree.parents[:, 0], shape.drafts)

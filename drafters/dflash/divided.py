@@ -91,9 +91,8 @@ def divide(
     reason = undivided(config, group.size)
     if reason is not None:
         if wanted:
-            raise InvalidInputError(
-                f"the drafter has {reason}, which {group.size} ranks do not divide; leave it whole"
-            )
+            what = f"the drafter has {reason}, which {group.size} ranks do not divide"
+            raise InvalidInputError(f"{what}; leave it whole")
         return None
     heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads if config.latent is None else heads

@@ -383,9 +383,8 @@ def load_dflash(
         CheckpointError: see `read_checkpoint`, or it does not fit the target.
     """
     if path is None:
-        raise InvalidInputError(
-            "the dflash drafter needs a checkpoint; give its folder or hub name"
-        )
+        what = "the dflash drafter needs a checkpoint"
+        raise InvalidInputError(f"{what}; give its folder or hub name")
     config, tensors = read_checkpoint(path)
     with shapes_alone():
         model = DFlashModel(

@@ -64,11 +64,8 @@ def _say_taps(config: Eagle3Config, verifier: Verifier) -> None:
     """Logs which layers are tapped: wrong ones lower acceptance without any error."""
     layers = ", ".join(map(str, config.taps(verifier.num_layers)))
     if config.stated_taps.layers is None:
-        logger.warning(
-            "the drafter's config.json names no tapped layers; the usual ones are taken: %s,"
-            " counted from 0",
-            layers,
-        )
+        text = "the drafter's config.json names no tapped layers"
+        logger.warning(f"{text}; the usual ones are taken: %s, counted from 0", layers)
     else:
         logger.info("the drafter taps layers %s of %s, counted from 0", layers, verifier.name)
 
@@ -81,8 +78,7 @@ def load_eagle3(path: str | Path | None, *, verifier: Verifier) -> SequentialDra
         CheckpointError: see `read_checkpoint`.
     """
     if path is None:
-        raise InvalidInputError(
-            "the eagle3 drafter needs a checkpoint; give its folder or hub name"
-        )
+        what = "the eagle3 drafter needs a checkpoint"
+        raise InvalidInputError(f"{what}; give its folder or hub name")
     config, tensors = read_checkpoint(path)
     return eagle3_drafter(config, tensors, verifier)

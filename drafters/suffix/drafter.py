@@ -69,10 +69,8 @@ class SuffixDrafter(Drafter):
         _at_least(1, max_draft_tokens=max_draft_tokens, occurrences=occurrences)
         _at_least(0, pool_tokens=pool_tokens)
         if not 1 <= shortest <= longest <= LONGEST:
-            raise InvalidInputError(
-                f"shortest is {shortest} and longest {longest}; they must be ordered, from 1 to"
-                f" {LONGEST}"
-            )
+            what = f"shortest is {shortest} and longest {longest}"
+            raise InvalidInputError(f"{what}; they must be ordered, from 1 to {LONGEST}")
         self.max_draft_tokens = max_draft_tokens
         self.occurrences = occurrences
         self.pool_tokens = pool_tokens

@@ -102,11 +102,8 @@ def run(args: argparse.Namespace) -> int:
         done = _run_there(ordered, config, args) if there else _run_here(ordered, config)
         return 0 if done else 1
     except KeyboardInterrupt:
-        print(
-            f"\nspecdec: what is finished is kept in {config.folder}; the same command goes on from"
-            f" there",
-            file=sys.stderr,
-        )
+        text = f"\nspecdec: what is finished is kept in {config.folder}"
+        print(f"{text}; the same command goes on from there", file=sys.stderr)
         raise
 
 

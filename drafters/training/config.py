@@ -297,9 +297,8 @@ class TrainConfig:
 
     def _check(self, name: str, ok: bool, rule: str) -> None:
         if not ok:
-            raise InvalidInputError(
-                f"{name.replace('_', '-')} is {shown(getattr(self, name))}; it must be {rule}"
-            )
+            what = f"{name.replace('_', '-')} is {shown(getattr(self, name))}"
+            raise InvalidInputError(f"{what}; it must be {rule}")
 
     @property
     def folder(self) -> Path:
@@ -353,17 +352,15 @@ def build_config(
     values = {**(_read_file(recipe) if recipe else {}), **(_read_file(Path(file)) if file else {})}
     for name, value in values.items():
         if name not in kinds:
-            raise InvalidInputError(
-                f"{file}: unknown key {name!r}; the keys are the flags of `specdec train`, with _"
-                f" for -"
-            )
+            what = f"{file}: unknown key {name!r}"
+            way_out = "the keys are the flags of `specdec train`, with _ for -"
+            raise InvalidInputError(f"{what}; {way_out}")
         values[name] = kinds[name].check(value, f"{file}: {name}")
     for name, value in flags.items():
         if name in SEVERAL and len(value) > 1:
             given = f"--{name.replace('_', '-')} {' '.join(map(str, value))}"
-            raise InvalidInputError(
-                f"{given}: a run takes one; several are for specdec train bench"
-            )
+            what = f"{given}: a run takes one"
+            raise InvalidInputError(f"{what}; several are for specdec train bench")
         if name in kinds:
             single = name in SEVERAL
             values[name] = value[0] if single else tuple(value) if kinds[name].many else value

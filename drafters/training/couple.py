@@ -65,10 +65,8 @@ class CoupleConfig:
     def __post_init__(self) -> None:
         for name, least in (("max_prompts", 1), ("max_tokens", 2), ("max_num_seqs", 1)):
             if getattr(self, name) < least:
-                raise InvalidInputError(
-                    f"{name.replace('_', '-')} is {getattr(self, name)}; it must be at least"
-                    f" {least}"
-                )
+                what = f"{name.replace('_', '-')} is {getattr(self, name)}"
+                raise InvalidInputError(f"{what}; it must be at least {least}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,9 +106,8 @@ def run(args: argparse.Namespace) -> int:
     )
     _require_targets(folder, not own)
     if peculiar := shape.untrainable(tensors):
-        raise CheckpointError(
-            f"drafter {str(folder)!r} has {peculiar}; weights cannot be fitted for it"
-        )
+        what = f"drafter {str(folder)!r} has {peculiar}"
+        raise CheckpointError(f"{what}; weights cannot be fitted for it")
     if isinstance(shape.head, LatticeConfig):
         raise CheckpointError(
             f"drafter {str(folder)!r} compares its candidates, and weights are fitted over the"
@@ -171,23 +168,18 @@ def _answers(
             if one.seed is not None and len(result.token_ids) > 1:
                 pairs.append((one.seed, Answer(result.prompt_token_ids, result.token_ids)))
         if not pairs:
-            raise SpecDecError(
-                f"no answer at temperature {temperature:g} has two tokens; give other --prompts"
-            )
-        _say(
-            f"couple: temperature {temperature:g}: {len(pairs)} answers,"
-            f" {sum(len(a.answer_ids) for _, a in pairs):,} tokens"
-        )
+            what = f"no answer at temperature {temperature:g} has two tokens"
+            raise SpecDecError(f"{what}; give other --prompts")
+        text = f"couple: temperature {temperature:g}"
+        _say(f"{text}: {len(pairs)} answers, {sum(len(a.answer_ids) for _, a in pairs):,} tokens")
         found[temperature] = pairs
     return found
 
 
 def _require_targets(folder: Path, ok: bool) -> None:
     if not ok:
-        raise CheckpointError(
-            f"drafter {str(folder)!r} has embeddings, a head or scales of its own; weights are"
-            f" fitted where it takes the target's"
-        )
+        what = f"drafter {str(folder)!r} has embeddings, a head or scales of its own"
+        raise CheckpointError(f"{what}; weights are fitted where it takes the target's")
 
 
 def _fitted(

@@ -114,9 +114,8 @@ def _read(path: Path) -> list[dict[str, str]]:
         with path.open(newline="") as file:
             return [{name: row.get(name) or "" for name in COLUMNS} for row in csv.DictReader(file)]
     except (OSError, ValueError, csv.Error) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({one_line(error)}); move it away to begin another"
-        ) from error
+        what = f"{path} cannot be read ({one_line(error)})"
+        raise CheckpointError(f"{what}; move it away to begin another") from error
 
 
 def _line(row: dict[str, str]) -> str:

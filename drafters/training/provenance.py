@@ -41,9 +41,8 @@ def check_origin(folder: Path, origin: dict[str, Any]) -> None:
         then = parse_json(path.read_bytes(), strict=False)
         settings, files = dict(then["settings"]), then["prompt_files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged ({error}); delete {folder} to write its files again"
-        ) from error
+        what = f"{path} is damaged ({error})"
+        raise CheckpointError(f"{what}; delete {folder} to write its files again") from error
     changed = [
         name
         for name, value in origin["settings"].items()

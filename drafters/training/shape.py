@@ -38,20 +38,17 @@ def dflash_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlash
         CheckpointError: `init` cannot be read, or was made for another target.
     """
     if config.unroll is not None:
-        raise InvalidInputError(
-            f"unroll is {config.unroll}, and DFlash drafters write a block at once; leave it out,"
-            f" or name an EAGLE-3 drafter or mtp as --init"
-        )
+        what = f"unroll is {config.unroll}, and DFlash drafters write a block at once"
+        way_out = "leave it out, or name an EAGLE-3 drafter or mtp as --init"
+        raise InvalidInputError(f"{what}; {way_out}")
     known: dict[str, Tensor] = {}
     if config.init is None:
         shape = new_config(config, verifier, tokenizer)
     else:
         shape, known = read_checkpoint(config.init)
         if peculiar := shape.untrainable(known):
-            raise InvalidInputError(
-                f"drafter {config.init!r} has {peculiar}, which training does not know; leave"
-                f" --init out"
-            )
+            what = f"drafter {config.init!r} has {peculiar}, which training does not know"
+            raise InvalidInputError(f"{what}; leave --init out")
         check_fit(shape, verifier, borrows=True)
         if not shape.scaled_like(verifier):
             raise InvalidInputError(
@@ -97,16 +94,13 @@ def with_options(shape: DFlashConfig, config: TrainConfig) -> DFlashConfig:
     """
     head = new_head(config)
     if shape.head is not None and head not in (None, shape.head):
-        raise InvalidInputError(
-            f"drafter {config.init!r} has another head, {shape.head}; leave --head out, or start"
-            f" without --init"
-        )
+        what = f"drafter {config.init!r} has another head, {shape.head}"
+        raise InvalidInputError(f"{what}; leave --head out, or start without --init")
     if config.draft_vocab is not None and config.init is None:
         if config.draft_vocab >= shape.vocab_size:
-            raise InvalidInputError(
-                f"draft-vocab is {config.draft_vocab}; it must be below the target's"
-                f" {shape.vocab_size} tokens"
-            )
+            what = f"draft-vocab is {config.draft_vocab}"
+            way_out = f"it must be below the target's {shape.vocab_size} tokens"
+            raise InvalidInputError(f"{what}; {way_out}")
         shape = replace(shape, draft_vocab_size=config.draft_vocab)
     elif config.draft_vocab not in (None, shape.draft_vocab_size):
         raise InvalidInputError(
@@ -199,15 +193,13 @@ def choose_mask_token(asked: int | None, tokenizer: Any, verifier: Any) -> int:
         hint = "this tokenizer has no token to spare"
     if asked is None:
         if suggestion is None:
-            raise InvalidInputError(
-                f"{hint} for the mask; add a special token to the target's tokenizer, or name one"
-                f" by --mask-token"
-            )
+            what = f"{hint} for the mask"
+            way_out = "add a special token to the target's tokenizer, or name one by --mask-token"
+            raise InvalidInputError(f"{what}; {way_out}")
         return suggestion
     if not 0 <= asked < verifier.vocab_size:
-        raise InvalidInputError(
-            f"mask-token is {asked} and the target has {verifier.vocab_size} embeddings; {hint}"
-        )
+        what = f"mask-token is {asked} and the target has {verifier.vocab_size} embeddings"
+        raise InvalidInputError(f"{what}; {hint}")
     if asked in used:
         raise InvalidInputError(f"mask-token {asked} begins, ends or pads texts; {hint}")
     if asked not in unused_rows and asked not in special:

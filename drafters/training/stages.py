@@ -47,10 +47,9 @@ def run_stages(stages: tuple[str, ...], config: TrainConfig) -> bool:
     """
     with process_group(resolve_device(config.device)) as device:
         if "finish" in stages and dist.is_initialized() and (count := dist.get_world_size()) > 1:
-            raise InvalidInputError(
-                f"the finish stage runs in one process and this run has {count}; give them the"
-                " stages answers and train, then run finish without torchrun"
-            )
+            what = f"the finish stage runs in one process and this run has {count}"
+            way_out = "give them the stages answers and train, then run finish without torchrun"
+            raise InvalidInputError(f"{what}; {way_out}")
         for stage in stages:
             # None goes on before all have finished: the next stage reads what they have written.
             complete = _everywhere(
@@ -107,10 +106,8 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
         # What cannot work must not wait for the answers.
         make_drafter(config, decoder.verifier, decoder.tokenizer)
         if rank == 0 and not decoder.reader.has_template:
-            say(
-                f"answers: {config.model!r} has no chat template, so it goes on with prompts as"
-                f" plain text"
-            )
+            text = f"answers: {config.model!r} has no chat template"
+            say(f"{text}, so it goes on with prompts as plain text")
         return Source.of_engine(decoder)
 
     where = {"rank": rank, "world": world}
@@ -186,9 +183,8 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
     target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher)
     state = load_state(config.folder / "training", device)
     if state is None:
-        raise CheckpointError(
-            f"{config.folder / 'training'} holds no trained drafter; run the train stage first"
-        )
+        what = f"{config.folder / 'training'} holds no trained drafter"
+        raise CheckpointError(f"{what}; run the train stage first")
     if not state["complete"]:
         say(f"finish: training stopped at step {state['step']}, before its end")
     if isinstance(model, DFlashModel) and config.init is None and state.get("d2t") is not None:
@@ -216,10 +212,8 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
             a.answer_ids == list(b.answer_ids) for a, b in zip(answered, answers, strict=True)
         ) / len(answers)
         agreements[name] = Agreement(replayed, tau, same)
-        say(
-            f"finish: drafts {name}: tau {replayed:.3f} in training, {tau:.3f} in the engine;"
-            f" {same:.0%} of answers as before"
-        )
+        text = f"finish: drafts {name}: tau {replayed:.3f} in training, {tau:.3f} in the engine"
+        say(f"{text}; {same:.0%} of answers as before")
     about = {
         "step": state["step"],
         "num_prompts": len(greedy),

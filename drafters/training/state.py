@@ -34,13 +34,11 @@ def load_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
         state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
         missing = [name for name in _PARTS if name not in state]
     except Exception as error:  # the kinds of errors a damaged archive raises are many
-        raise CheckpointError(
-            f"{path} is damaged ({one_line(error)}); delete it to train from the start"
-        ) from error
+        what = f"{path} is damaged ({one_line(error)})"
+        raise CheckpointError(f"{what}; delete it to train from the start") from error
     if missing:
-        raise CheckpointError(
-            f"{path} lacks {', '.join(missing)}; delete it to train from the start"
-        )
+        what = f"{path} lacks {', '.join(missing)}"
+        raise CheckpointError(f"{what}; delete it to train from the start")
     return state
 
 
@@ -56,10 +54,8 @@ def load_weights(model: TrainedModel, state: dict[str, Any]) -> None:
         fields = [
             part for part in then.split("(", 1)[1].removesuffix(")").split(", ") if part not in now
         ]
-        raise CheckpointError(
-            f"the saved run trained another drafter, with {', '.join(fields)}; give the model and"
-            f" drafter options of that run"
-        )
+        what = f"the saved run trained another drafter, with {', '.join(fields)}"
+        raise CheckpointError(f"{what}; give the model and drafter options of that run")
     saved = state["optimizer"]
     weights = saved.get("means", saved["masters"])
     for name, parameter in model.named_parameters():

@@ -62,10 +62,8 @@ def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend
         backend = _resolve(name, spec)
         reasons = _unsupported(backend, spec)
         if reasons:
-            raise BackendError(
-                f"attention backend {name!r} cannot serve this model: {'; '.join(reasons)}; try"
-                f" --attention auto"
-            )
+            what = f"attention backend {name!r} cannot serve this model: {'; '.join(reasons)}"
+            raise BackendError(f"{what}; try --attention auto")
         _say(name, {}, spec.device)
         return backend(spec)
     refused = refusals(spec, auto=True)

@@ -35,9 +35,8 @@ def _find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InvalidInputError(
-            f"unknown device {name!r}; choose auto, cpu, cuda or cuda:N"
-        ) from None
+        what = f"unknown device {name!r}"
+        raise InvalidInputError(f"{what}; choose auto, cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise InvalidInputError(f"device {name!r} is not served; choose auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

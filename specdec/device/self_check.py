@@ -222,13 +222,8 @@ def verdict_of(
             _known[path] = verdict = _kept_or_run(path, lambda: run(check), device, again)
             if verdict.failure and not again:
                 insist = "" if name in BY_NAME else f"{VARIABLE}={name} takes it all the same, "
-                logger.warning(
-                    "%s is left out on %s: %s (%sspecdec doctor --run checks it again)",
-                    title(name, *variant),
-                    _card(device),
-                    verdict.failure,
-                    insist,
-                )
+                text = "%s is left out on %s: %s (%sspecdec doctor --run checks it again)"
+                logger.warning(text, title(name, *variant), _card(device), verdict.failure, insist)
         return _known[path]
 
 

@@ -387,8 +387,6 @@ def _logprobs(logits: Tensor, token_ids: Tensor, sampling: SamplingTensors) -> L
     """Log-probabilities of `token_ids` int64 [num_reqs, k + 1], under the unprocessed logits; None
     when nobody asked.
     """
-    return (
-        logprobs_of(logits, token_ids, sampling.plan.top_logprobs)
-        if sampling.plan.logprobs
-        else None
-    )
+    if sampling.plan.logprobs:
+        return logprobs_of(logits, token_ids, sampling.plan.top_logprobs)
+    return None

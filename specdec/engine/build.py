@@ -125,11 +125,9 @@ def build_engine(
     graph_rows = (
         max(_max_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks) if captures else 0
     )
-    prefill_rows = (
-        max_prefill_rows(verifier, config.max_num_seqs)
-        if captures and verifier.attention.captures_prefill
-        else 0
-    )
+    prefill_rows = 0
+    if captures and verifier.attention.captures_prefill:
+        prefill_rows = max_prefill_rows(verifier, config.max_num_seqs)
     target_specs, drafter_specs = verifier.kv_specs, drafter.kv_specs if drafter else []
     recurrent = bytes_per_slot(target_specs, 1) > 0
     # The slot after the last pads batches; as many snapshots as there may be requests come behind
@@ -255,10 +253,8 @@ def _max_model_len(verifier: Verifier, asked: int | None) -> int:
     if asked is None:
         return usual
     if most is not None and asked > most:
-        raise InvalidInputError(
-            f"max_model_len is {asked:,} and the positions of {verifier.name!r} end at {most:,};"
-            f" ask for no more"
-        )
+        what = f"max_model_len is {asked:,} and the positions of {verifier.name!r} end at {most:,}"
+        raise InvalidInputError(f"{what}; ask for no more")
     if asked > extended:
         logger.warning(
             "max_model_len is %s and %s was made for %s tokens: what it writes beyond may be poor",
@@ -282,10 +278,8 @@ def _shapes(
     reasons = tree_reasons(verifier, drafter, config) if config.tree_nodes != 0 else []
     if config.tree_nodes:
         if reasons:
-            raise InvalidInputError(
-                f"tree_nodes is {config.tree_nodes}, but {'; '.join(reasons)}; leave it out for"
-                f" chains"
-            )
+            what = f"tree_nodes is {config.tree_nodes}, but {'; '.join(reasons)}"
+            raise InvalidInputError(f"{what}; leave it out for chains")
         assert drafter is not None
         tree = tree_shape(config.tree_nodes, most, forward_for_each=drafter.forward_for_each)
         return (_with_budget(tree, verifier, config),)
@@ -324,10 +318,8 @@ def _with_budget(shape: BlockShape, verifier: Verifier, config: EngineConfig) ->
 
 def _check_budget(verifier: Verifier, config: EngineConfig) -> None:
     if reasons := budget_reasons(verifier, config):
-        raise InvalidInputError(
-            f"verify_budget is {config.verify_budget}, but {'; '.join(reasons)}; leave it out to"
-            " verify all drafts"
-        )
+        what = f"verify_budget is {config.verify_budget}, but {'; '.join(reasons)}"
+        raise InvalidInputError(f"{what}; leave it out to verify all drafts")
 
 
 def budget_reasons(verifier: Verifier, config: EngineConfig) -> list[str]:
@@ -353,11 +345,9 @@ def tree_reasons(verifier: Verifier, drafter: Drafter | None, config: EngineConf
 def target_tree_reasons(verifier: Verifier) -> list[str]:
     """Reasons that lie in the target, whatever the drafter."""
     recurrent = bytes_per_slot(verifier.kv_specs, 1) > 0
-    reasons = (
-        [f"{verifier.name!r} has recurrent layers, whose states follow a chain"]
-        if recurrent
-        else []
-    )
+    reasons = []
+    if recurrent:
+        reasons = [f"{verifier.name!r} has recurrent layers, whose states follow a chain"]
     return reasons + selector.tree_reasons(verifier.attention)
 
 

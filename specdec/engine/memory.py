@@ -116,18 +116,12 @@ def _check(device: torch.device, cache_bytes: int, state_bytes: int, for_graphs:
         f" {_gib(for_graphs)}"
     )
     if cache_bytes + state_bytes + for_graphs > free:
-        raise CapacityError(
-            f"{demand}, and {device} has {_gib(free)} free;"
-            " give the cache less memory, decode fewer requests at once, or turn graphs off"
-        )
+        what = f"{demand}, and {device} has {_gib(free)} free"
+        way_out = "give the cache less memory, decode fewer requests at once, or turn graphs off"
+        raise CapacityError(f"{what}; {way_out}")
     in_use = torch.cuda.memory_allocated(device)
-    logger.info(
-        "%s: weights and what else is loaded take %s, %s, of %s free",
-        device,
-        _gib(in_use),
-        demand,
-        _gib(free),
-    )
+    text = "%s: weights and what else is loaded take %s, %s, of %s free"
+    logger.info(text, device, _gib(in_use), demand, _gib(free))
 
 
 def _gib(num_bytes: int) -> str:

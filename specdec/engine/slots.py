@@ -63,11 +63,9 @@ class SlotState:
             (self.num_slots, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device
         )
         self.sampling = SamplingTensors.neutral(self.num_slots, device)
-        self.rope_lens = (
-            torch.zeros(self.num_slots, dtype=torch.int64, device=device)
-            if rotates_by_length
-            else None
-        )
+        self.rope_lens = None
+        if rotates_by_length:
+            self.rope_lens = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
         self._num_blocks = [0] * max_num_seqs  # entries of each row that are the request's own
         self._selection = Selection([])
 

@@ -246,11 +246,9 @@ def num_blocks_in_budget(
     state_bytes = num_slots * bytes_per_slot(specs, max_rows)
     affordable = max(memory_bytes - state_bytes, 0) // max(block_bytes, 1)
     if affordable < 2:
-        beside = (
-            f" beside {num_slots} states of {bytes_per_slot(specs, max_rows):,} bytes"
-            if state_bytes
-            else ""
-        )
+        beside = ""
+        if state_bytes:
+            beside = f" beside {num_slots} states of {bytes_per_slot(specs, max_rows):,} bytes"
         fewer = " or decode fewer requests at once" if state_bytes else ""
         raise CapacityError(
             f"the KV cache budget of {memory_bytes:,} bytes pays for {affordable} blocks of"

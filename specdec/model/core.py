@@ -104,10 +104,9 @@ class DraftOutput:
                 what = f"{str(found.dtype)[6:]} {list(found.shape)} on {found.device}"
             elif found is None and name != "token_ids":
                 continue
-            raise InvalidInputError(
-                f"the drafter gave {name} of {what}; they must be {str(types[0])[6:]}"
-                f" {list(shape)} on {device}"
-            )
+            message = f"the drafter gave {name} of {what}"
+            way_out = f"they must be {str(types[0])[6:]} {list(shape)} on {device}"
+            raise InvalidInputError(f"{message}; {way_out}")
 
 
 @dataclass(slots=True)

@@ -58,10 +58,8 @@ class Exchange:
             if not wrong:
                 break
         if wrong:
-            raise CheckpointError(
-                f"drafter {name!r} is not made as the one in use: {wrong}; give one of the same"
-                f" config.json"
-            )
+            what = f"drafter {name!r} is not made as the one in use: {wrong}"
+            raise CheckpointError(f"{what}; give one of the same config.json")
         if not (self._tensors or self._objects):
             raise InvalidInputError("the drafter in use has no weights, so none can replace them")
 

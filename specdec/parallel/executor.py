@@ -276,11 +276,9 @@ class Executor:
             words in str(error)
             for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
         )
-        return (
-            "another rank of the tensor-parallel group has ended; torchrun says which"
-            if lost
-            else None
-        )
+        if lost:
+            return "another rank of the tensor-parallel group has ended; torchrun says which"
+        return None
 
     def _release(self, *, kill: bool) -> None:
         global _current
@@ -301,10 +299,8 @@ class Executor:
             return pack([*call, gone], self._by_id)
         except TypeError as error:
             self._gone.extend(gone)
-            raise Unsendable(
-                f"the other ranks cannot be told of this call: {_first_line(error)}; give names and"
-                f" numbers"
-            ) from error
+            what = f"the other ranks cannot be told of this call: {_first_line(error)}"
+            raise Unsendable(f"{what}; give names and numbers") from error
 
     def _obey(self, payload: bytes) -> None:
         function, args, keep, gone = unpack(payload, self._by_number)

@@ -111,11 +111,9 @@ def rank_device(device: torch.device) -> torch.device:
     torchrun sets it.
     """
     local = os.environ.get("LOCAL_RANK")
-    return (
-        torch.device(device.type, int(local))
-        if local is not None and device.type == "cuda" and device.index is None
-        else device
-    )
+    if local is not None and device.type == "cuda" and device.index is None:
+        return torch.device(device.type, int(local))
+    return device
 
 
 def join_group(
@@ -144,10 +142,8 @@ def join_group(
     if begins:
         missing = [one for one in ("RANK", "MASTER_ADDR", "MASTER_PORT") if one not in os.environ]
         if missing:
-            raise InvalidInputError(
-                f"WORLD_SIZE is {size} and {', '.join(missing)} is not set; start the ranks with"
-                f" torchrun"
-            )
+            what = f"WORLD_SIZE is {size} and {', '.join(missing)} is not set"
+            raise InvalidInputError(f"{what}; start the ranks with torchrun")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"  # which on ROCm is RCCL

@@ -80,9 +80,8 @@ def _check_factors(description: Description) -> None:
         value = getattr(description, name)
         missing = value is None and name in ("scale", "final_softcap")
         if not missing and not (isinstance(value, int | float) and isfinite(value)):
-            raise InvalidInputError(
-                f"{name} comes to {value!r}, which is no number; fetch config.json again"
-            )
+            what = f"{name} comes to {value!r}, which is no number"
+            raise InvalidInputError(f"{what}; fetch config.json again")
 
 
 def _ropes(config: Any) -> Sequence[Mapping[str, Any] | None]:

@@ -150,18 +150,14 @@ def _ends(
         ids = _ids(f"eos_token_id in {where} of target {name!r}", value)
         ends = tuple(token for token in ids if 0 <= token < vocab_size)
         if strange := [token for token in ids if token not in ends]:
-            notes.append(
-                f"{where} of {name!r} ends texts with {_listed(strange)}, which no text has: ids"
-                f" lie in [0, {vocab_size})"
-            )
+            text = f"{where} of {name!r} ends texts with {_listed(strange)}, which no text has"
+            notes.append(f"{text}: ids lie in [0, {vocab_size})")
         if ends:
             break
     else:
         if tokenizer is not None:
-            notes.append(
-                f"nothing in {name!r} names a token that ends texts: outputs go on to max_tokens;"
-                f" see stop_token_ids"
-            )
+            text = f"nothing in {name!r} names a token that ends texts: outputs go on to max_tokens"
+            notes.append(f"{text}; see stop_token_ids")
         return (), (), notes
     if where != sources[0][0]:
         notes.append(
@@ -189,10 +185,9 @@ def _ids(place: str, value: Any) -> list[int]:
     found = []
     for one in value if isinstance(value, list | tuple) else [] if value is None else [value]:
         if isinstance(one, bool) or not isinstance(one, int | float) or one % 1:  # inf % 1 is NaN
-            raise CheckpointError(
-                f"{place} is {shown(value)}; it must be a token id or a list of them, so"
-                f" correct the file"
-            )
+            what = f"{place} is {shown(value)}"
+            way_out = "it must be a token id or a list of them, so correct the file"
+            raise CheckpointError(f"{what}; {way_out}")
         found.append(int(one))
     return found
 

@@ -96,10 +96,8 @@ def read(
                 " use a checkpoint whose architecture transformers has itself"
             ) from error
         entry = "" if blame is None else blame(error)
-        raise CheckpointError(
-            f"cannot read the {what} of target {name!r}: {entry}{one_line(error, 300)}; check the"
-            f" name or folder, or fetch it again"
-        ) from error
+        message = f"cannot read the {what} of target {name!r}: {entry}{one_line(error, 300)}"
+        raise CheckpointError(f"{message}; check the name or folder, or fetch it again") from error
 
 
 def blamed(entries: Mapping[str, Any], judge: Judge, error: BaseException) -> str:
@@ -177,9 +175,8 @@ def check_numbers(entries: Mapping[str, Any], *, of_rope: bool = False) -> None:
         usual = (-(2**63), 2**63 - 1) if isinstance(value, int) else (-LARGEST, LARGEST)
         least, most = RANGES.get(re.split(r"[_.]", str(key))[-1], usual)
         if isinstance(value, float) and value % 1 and _COUNTS.search(str(key)):  # inf % 1 is NaN
-            raise CheckpointError(
-                f"{key} is {value!r}; it must be an integer, so fetch config.json again"
-            )
+            what = f"{key} is {value!r}"
+            raise CheckpointError(f"{what}; it must be an integer, so fetch config.json again")
         fewest = 1 if _AT_LEAST_ONE.search(str(key)) else 0
         if type(value) is int and value < fewest and (fewest or _AT_LEAST_NONE.search(str(key))):
             limits = f"it must be at least {fewest}, so fetch config.json again"

@@ -43,10 +43,8 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
     chunked = kinds is not None and kinds[layer] == CHUNKED
     ranks = getattr(config, "ranks", 1)  # see `verifiers.weights.shards.sharded`
     if min(heads, kv_heads, head_dim) < 1:
-        raise CheckpointError(
-            f"layer {layer} has {heads} heads, {kv_heads} for keys, of {head_dim} numbers; fetch"
-            f" config.json again"
-        )
+        what = f"layer {layer} has {heads} heads, {kv_heads} for keys, of {head_dim} numbers"
+        raise CheckpointError(f"{what}; fetch config.json again")
     return HeadShape(
         heads // ranks,
         max(kv_heads // ranks, 1),  # where there are more ranks, several have the same one
@@ -99,9 +97,8 @@ def mla_spec(
         found = {name: getattr(config, name) for name in names}
         for name, size in found.items():
             if size < 1:
-                raise CheckpointError(
-                    f"{name} is {size!r} and must be positive; fetch config.json again"
-                )
+                what = f"{name} is {size!r} and must be positive"
+                raise CheckpointError(f"{what}; fetch config.json again")
         return found
 
     heads = sizes("num_attention_heads")["num_attention_heads"] // getattr(config, "ranks", 1)
@@ -235,10 +232,8 @@ def context_limits(config: PreTrainedConfig, *, own: bool) -> ContextLimits:
     if not own and not (kinds and all(one.get("rope_type") in STATIC_ROPE_TYPES for one in kinds)):
         return ContextLimits(stated, stated, stated)
     if max(usual, extended) >= 2**31:
-        raise CheckpointError(
-            f"rope_parameters stretch positions to {max(usual, extended)}, of 2**31 at most; fetch"
-            f" config.json again"
-        )
+        what = f"rope_parameters stretch positions to {max(usual, extended)}, of 2**31 at most"
+        raise CheckpointError(f"{what}; fetch config.json again")
     return ContextLimits(usual, max(usual, extended))
 
 

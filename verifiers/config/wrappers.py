@@ -98,9 +98,8 @@ def _with_types(entries: Mapping[str, Any]) -> dict[str, Any]:
         elif value != "auto":
             found[name] = value.removeprefix("torch.")
             if not isinstance(getattr(torch, found[name], None), torch.dtype):
-                raise CheckpointError(
-                    f"{name} is {value!r}, which is no type of numbers; write one such as bfloat16"
-                )
+                what = f"{name} is {value!r}, which is no type of numbers"
+                raise CheckpointError(f"{what}; write one such as bfloat16")
     return found
 
 

@@ -21,10 +21,8 @@ _MOE = plain(
 
 def _glm4_entries(facts: Facts, entries: Entries) -> Entries:
     if facts("rope.dimension_sections"):
-        raise UnsupportedModelError(
-            f"{facts.name!r} is the text part of GLM-4V, whose rows are in another order; take its"
-            f" safetensors files"
-        )
+        what = f"{facts.name!r} is the text part of GLM-4V, whose rows are in another order"
+        raise UnsupportedModelError(f"{what}; take its safetensors files")
     return {**present(facts, BIAS), **partial_rotation(facts, entries)}
 
 

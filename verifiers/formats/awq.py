@@ -28,10 +28,8 @@ class Awq(Format):
         bits = integer(quantization, "bits", "w_bit", default=4)
         version = word(quantization, "version", default="gemm")
         if bits != 4 or version != "gemm":
-            raise CheckpointError(
-                f"AWQ with {bits} bits in version {version!r} is not read; take one with 4 bits in"
-                f" version 'gemm'"
-            )
+            what = f"AWQ with {bits} bits in version {version!r} is not read"
+            raise CheckpointError(f"{what}; take one with 4 bits in version 'gemm'")
         group = group_size(quantization, "group_size", "q_group_size", default=128)
         plain = Listed(names(quantization, "modules_to_not_convert"))
         super().__init__(memory_bits(bits, group), plain, group=group)

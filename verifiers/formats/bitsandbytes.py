@@ -40,10 +40,8 @@ class BitsAndBytes(Format):
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
         if "SCB" in parts:
             if parts["weight"].dtype != torch.int8:
-                raise CheckpointError(
-                    f"{module!r} has rows of {parts['weight'].dtype}, not int8; fetch the"
-                    f" checkpoint again"
-                )
+                what = f"{module!r} has rows of {parts['weight'].dtype}, not int8"
+                raise CheckpointError(f"{what}; fetch the checkpoint again")
             scale = as_number(parts["SCB"]).float() / LARGEST
             return byte_integers(module, {**parts, "weight_scale": scale}, None, dtype)
         state = _State.of(module, parts)
@@ -55,10 +53,8 @@ class BitsAndBytes(Format):
         pairs = parts["weight"].view(torch.uint8).flatten()
         codes, count = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(), state.shape.numel()
         if codes.numel() != count + count % 2:
-            raise CheckpointError(
-                f"{module!r} holds {codes.numel()} codes for {list(state.shape)}; fetch the"
-                f" checkpoint again"
-            )
+            what = f"{module!r} holds {codes.numel()} codes for {list(state.shape)}"
+            raise CheckpointError(f"{what}; fetch the checkpoint again")
         values = as_number(parts["weight.quant_map"]).float()[codes[:count].long()]
         return _scaled(module, values, scales.float().flatten(), state.block).view(state.shape)
 
@@ -82,10 +78,8 @@ class _State(NamedTuple):
         if scales.dtype == torch.uint8:
             fits = len(nested) == 2 and nested[1].numel() == 256
         if stored is None or table is None or table.numel() != 16 or not fits:
-            raise CheckpointError(
-                f"{module!r} has {', '.join(sorted(parts))} but no whole state; fetch the whole"
-                f" checkpoint again"
-            )
+            what = f"{module!r} has {', '.join(sorted(parts))} but no whole state"
+            raise CheckpointError(f"{what}; fetch the whole checkpoint again")
         try:
             entries: dict[str, Any] = json.loads(bytes(stored.flatten().tolist()))
             shape = torch.Size(entries["shape"])
@@ -95,9 +89,8 @@ class _State(NamedTuple):
                 raise ValueError(f"{entries} has no sizes of a matrix")
             return _State(shape, block, nested_block, float(entries.get("nested_offset", 0)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"the state of {module!r} is none of bitsandbytes; fetch the checkpoint again"
-            ) from error
+            what = f"the state of {module!r} is none of bitsandbytes"
+            raise CheckpointError(f"{what}; fetch the checkpoint again") from error
 
 
 def _scaled(module: str, values: Tensor, scales: Tensor, block: int) -> Tensor:

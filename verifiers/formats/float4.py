@@ -51,10 +51,8 @@ def float4(
         CheckpointError: another type, or scales that do not fit.
     """
     if codes.dtype != torch.uint8:
-        raise CheckpointError(
-            f"{module!r} holds 4-bit floats as {str(codes.dtype)[6:]}; pairs in uint8 are read, so"
-            f" take another checkpoint"
-        )
+        what = f"{module!r} holds 4-bit floats as {str(codes.dtype)[6:]}"
+        raise CheckpointError(f"{what}; pairs in uint8 are read, so take another checkpoint")
     shape = [*codes.shape[:-1], codes.shape[-1] * 2]
     return PackedWeight(
         codes.contiguous(),
@@ -81,8 +79,7 @@ def nvfp4(
     """
     experts = scale.shape[:-2]
     if factor.numel() not in (1, experts.numel()):
-        raise CheckpointError(
-            f"{module!r} has {factor.numel()} second scales, not one; fetch the checkpoint again"
-        )
+        what = f"{module!r} has {factor.numel()} second scales, not one"
+        raise CheckpointError(f"{what}; fetch the checkpoint again")
     factor = as_number(factor).float().reshape([*experts, 1, 1] if factor.numel() > 1 else [])
     return float4(module, codes, as_number(scale).float() * factor, NV_GROUP, dtype)

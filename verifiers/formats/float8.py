@@ -91,9 +91,7 @@ def float8(
         CheckpointError: another type, or scales that do not fit.
     """
     if weight.dtype != torch.float8_e4m3fn:
-        raise CheckpointError(
-            f"{module!r} has a scale beside {str(weight.dtype)[6:]}; float8_e4m3fn is read, so take"
-            f" another checkpoint"
-        )
+        what = f"{module!r} has a scale beside {str(weight.dtype)[6:]}"
+        raise CheckpointError(f"{what}; float8_e4m3fn is read, so take another checkpoint")
     scales = per_output(as_number(scale), module, weight.shape, block)
     return PackedWeight(weight, scales, None, min(block[1], weight.shape[-1]), "e4m3", dtype)

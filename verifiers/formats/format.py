@@ -84,10 +84,8 @@ class Format(ABC):
         except (SpecDecError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise CheckpointError(
-                f"tensors of {module!r} do not go together ({one_line(error)}); fetch the whole"
-                f" checkpoint again"
-            ) from error
+            what = f"tensors of {module!r} do not go together ({one_line(error)})"
+            raise CheckpointError(f"{what}; fetch the whole checkpoint again") from error
 
     def lists_as_plain(self, module: str) -> bool:
         """Whether the checkpoint's config says that this module is not quantized."""
@@ -101,10 +99,8 @@ class Format(ABC):
         """
         for names in self.required:
             if not any(name in parts for name in names):
-                raise CheckpointError(
-                    f"{module!r} has {', '.join(sorted(parts))} but no {' or '.join(names)}; fetch"
-                    f" the whole checkpoint again"
-                )
+                what = f"{module!r} has {', '.join(sorted(parts))} but no {' or '.join(names)}"
+                raise CheckpointError(f"{what}; fetch the whole checkpoint again")
 
 
 def check_known(others: Iterable[str], quantized: Container[str]) -> None:
@@ -121,10 +117,8 @@ def check_known(others: Iterable[str], quantized: Container[str]) -> None:
     for name in others:
         module, _, last = name.rpartition(".")
         if (module in quantized and not HARMLESS.search(last)) or ROTATION.search(name):
-            raise CheckpointError(
-                f"{name!r} changes what a quantized layer computes and is not read; take another"
-                f" checkpoint"
-            )
+            what = f"{name!r} changes what a quantized layer computes and is not read"
+            raise CheckpointError(f"{what}; take another checkpoint")
 
 
 def check_floats(weights: Mapping[str, Stored]) -> None:
@@ -140,9 +134,8 @@ def check_floats(weights: Mapping[str, Stored]) -> None:
         if not isinstance(weight, Tensor) or name.endswith(INTEGERS):
             continue
         if weight.is_floating_point() and weight.element_size() == 1:
-            raise CheckpointError(
-                f"{name!r} holds 8-bit floats without a scale; fetch the whole checkpoint again"
-            )
+            what = f"{name!r} holds 8-bit floats without a scale"
+            raise CheckpointError(f"{what}; fetch the whole checkpoint again")
         if not weight.is_floating_point():
             raise CheckpointError(
                 f"{name!r} holds {str(weight.dtype)[6:]} where floats belong, and no"
@@ -207,6 +200,5 @@ def check_finite(name: str, tensor: Tensor) -> None:
         CheckpointError: it has some.
     """
     if tensor.ndim < 2 and not (tensor < torch.inf).all():
-        raise CheckpointError(
-            f"{name!r} holds NaN or infinite numbers; fetch the whole checkpoint again"
-        )
+        what = f"{name!r} holds NaN or infinite numbers"
+        raise CheckpointError(f"{what}; fetch the whole checkpoint again")

@@ -32,10 +32,8 @@ class Gptq(Format):
         layout = layout or word(quantization, "checkpoint_format", "format", default="gptq")
         check_width(bits, "GPTQ")
         if layout not in LAYOUTS:
-            raise CheckpointError(
-                f"GPTQ in layout {layout!r} is not read, but gptq and gptq_v2 are; take such a"
-                f" checkpoint"
-            )
+            what = f"GPTQ in layout {layout!r} is not read, but gptq and gptq_v2 are"
+            raise CheckpointError(f"{what}; take such a checkpoint")
         self._bits = bits
         self._stored_less_one = layout == LAYOUTS[0]
         group = group_size(quantization, default=128)

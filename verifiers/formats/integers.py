@@ -19,10 +19,8 @@ ALIGNED = (4, 8)
 def check_width(bits: int, name: str) -> None:
     """Refuses integers of other widths, which `name` has."""
     if bits not in WIDTHS:
-        raise CheckpointError(
-            f"{name} has integers of {bits} bits, and 2 to 8 are read; take another checkpoint of"
-            f" the model"
-        )
+        what = f"{name} has integers of {bits} bits, and 2 to 8 are read"
+        raise CheckpointError(f"{what}; take another checkpoint of the model")
 
 
 def memory_bits(bits: int, group: int | None) -> float:
@@ -77,10 +75,9 @@ def stream(packed: Tensor, bits: int, count: int, module: str) -> Tensor:
     if bits > 4:
         return unpacked(packed, bits, count).contiguous()
     if count % 2:
-        raise CheckpointError(
-            f"{module!r} has {count} inputs; halves of bytes need an even number, so take another"
-            f" checkpoint"
-        )
+        what = f"{module!r} has {count} inputs"
+        way_out = "halves of bytes need an even number, so take another checkpoint"
+        raise CheckpointError(f"{what}; {way_out}")
     if bits == 4:
         return packed[:, : count // 2].contiguous()
     return paired(unpacked(packed, bits, count))

@@ -60,10 +60,8 @@ def stated_quantization(config: Any) -> Settings | None:
     if stated is None or isinstance(stated, Mapping):
         return stated or None
     if not hasattr(stated, "to_dict"):
-        raise SettingError(
-            f"quantization_config is {str(stated)[:60]!r}; it must be an object, so fetch"
-            f" config.json again"
-        )
+        what = f"quantization_config is {str(stated)[:60]!r}"
+        raise SettingError(f"{what}; it must be an object, so fetch config.json again")
     return dict(stated.to_dict()) or None
 
 

@@ -83,10 +83,8 @@ def wrong(key: str, value: object, expected: str) -> NoReturn:
         SettingError: always.
     """
     shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}..."
-    raise SettingError(
-        f"{key} of quantization_config is {shown}, which must be {expected}; fetch config.json"
-        f" again"
-    )
+    what = f"{key} of quantization_config is {shown}, which must be {expected}"
+    raise SettingError(f"{what}; fetch config.json again")
 
 
 def _first(settings: Settings, keys: Sequence[str], default: Any) -> tuple[str, Any]:

@@ -94,9 +94,8 @@ class GgufFiles:
     def __init__(self, path: Path) -> None:
         if find_spec("gguf") is None:
             way_out = "run: python -m pip install gguf"
-            raise CheckpointError(
-                f"{path.name!r} needs package gguf, which is not installed; {way_out}"
-            )
+            what = f"{path.name!r} needs package gguf, which is not installed"
+            raise CheckpointError(f"{what}; {way_out}")
         files = [_File(part) for part in whole_model(path)]
         self.path, self.metadata = path, files[0].metadata
         self._check_kind(files)
@@ -143,10 +142,8 @@ class GgufFiles:
             raise CheckpointError(f"{name!r} holds a vocabulary alone, without weights; {way_out}")
         count = self.metadata.get("split.count", 1)
         if isinstance(count, int) and count > len(files):
-            raise CheckpointError(
-                f"{name!r} is one of {count} parts and was renamed; call them"
-                f" NAME-00001-of-{count:05}.gguf and so on",
-            )
+            what = f"{name!r} is one of {count} parts and was renamed"
+            raise CheckpointError(f"{what}; call them NAME-00001-of-{count:05}.gguf and so on")
 
 
 class _File:
@@ -185,10 +182,8 @@ class _File:
             other = "big-endian, for another kind of processor; take the little-endian file"
             raise CheckpointError(f"{self.path.name!r} is {other}")
         if version not in VERSIONS:
-            raise CheckpointError(
-                f"{self.path.name!r} is of GGUF version {version}, and versions 2 and 3 are read;"
-                " take a file that llama.cpp wrote since October 2023"
-            )
+            what = f"{self.path.name!r} is of GGUF version {version}, and versions 2 and 3 are read"
+            raise CheckpointError(f"{what}; take a file that llama.cpp wrote since October 2023")
 
     def _numbers(self, codes: str) -> tuple[Any, ...]:
         found = struct.unpack_from(f"<{codes}", self._bytes, self._place)
@@ -274,10 +269,9 @@ def block_of(kind: int, name: str, path: Path) -> tuple[int, int]:
     known = kind in set(GGMLQuantizationType)
     if not known or not _is_readable(kind):
         called = GGMLQuantizationType(kind).name if known else f"number {kind}"
-        raise CheckpointError(
-            f"{name!r} of {path.name!r} is of type {called}, which is not read; take a file with"
-            " another quantization, such as Q4_K_M or Q8_0"
-        )
+        what = f"{name!r} of {path.name!r} is of type {called}, which is not read"
+        way_out = "take a file with another quantization, such as Q4_K_M or Q8_0"
+        raise CheckpointError(f"{what}; {way_out}")
     numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     return numbers, size
 

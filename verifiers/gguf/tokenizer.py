@@ -238,9 +238,8 @@ class _Vocabulary:
         if splits is None or merges is None:
             unknown = f"splits text as {self._pre[:60]!r} does, which is not known"
             what = "has no merges" if merges is None else unknown
-            raise UnsupportedModelError(
-                f"the tokenizer of {self._name!r} {what}; take the model's safetensors files"
-            )
+            message = f"the tokenizer of {self._name!r} {what}"
+            raise UnsupportedModelError(f"{message}; take the model's safetensors files")
         vocabulary = {token: number for number, token in enumerate(self._tokens)}
         tokenizer = self._bpe(vocabulary, merges, ignore_merges=self._pre in WHOLE_WORDS)
         if self._pre in COMPOSES:

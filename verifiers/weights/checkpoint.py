@@ -202,17 +202,13 @@ class _Reader:
                     continue  # joined in the file
                 last = max(number for modules in parts.values() for number in modules)
                 if last >= self._num_experts:
-                    raise CheckpointError(
-                        f"{scope} has an expert {last}, but the config says {self._num_experts};"
-                        f" fetch the whole checkpoint again"
-                    )
+                    what = f"{scope} has an expert {last}, but the config says {self._num_experts}"
+                    raise CheckpointError(f"{what}; fetch the whole checkpoint again")
                 wanted = product(range(self._num_experts), parts)
                 for number, projection in wanted:
                     if number not in parts[projection]:
-                        raise CheckpointError(
-                            f"there is no {scope}.{number}.{projection}; fetch the whole"
-                            f" checkpoint again"
-                        )
+                        what = f"there is no {scope}.{number}.{projection}"
+                        raise CheckpointError(f"{what}; fetch the whole checkpoint again")
                 experts[f"{scope}.{joined}"] = [
                     [modules[number] for modules in parts.values()]
                     for number in range(self._num_experts)
@@ -232,9 +228,8 @@ class _Reader:
         if len(packed) == len(outputs) and PackedWeight.alike(packed):
             return PackedWeight.stacked(packed)
         if any_packed:
-            logger.warning(
-                "experts of %s are stored in several ways and become plain numbers", experts[0][0]
-            )
+            text = "experts of %s are stored in several ways and become plain numbers"
+            logger.warning(text, experts[0][0])
         return torch.stack([self._dense(output) for output in outputs])
 
     def _side_by_side(self, parts: Sequence[Stored]) -> Stored:
@@ -319,10 +314,8 @@ def _settle_head(weights: dict[str, Stored], config: Any, group: Group | None) -
     embedding, head = weights.get(EMBEDDING), weights.get(HEAD)
     if not getattr(config, "tie_word_embeddings", False):
         if head is None:
-            raise CheckpointError(
-                f"there is no {HEAD!r} and it is not tied to the embeddings; fetch the whole"
-                f" checkpoint again"
-            )
+            what = f"there is no {HEAD!r} and it is not tied to the embeddings"
+            raise CheckpointError(f"{what}; fetch the whole checkpoint again")
     elif embedding is None and head is not None:
         weights[EMBEDDING] = weights.pop(HEAD)
     elif isinstance(embedding, Tensor) and isinstance(head, Tensor):

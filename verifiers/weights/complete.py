@@ -33,11 +33,8 @@ def complete(
     check_shapes(weights, shapes, class_facts(config).missed)
     left = sorted(weights.keys() - shapes.keys() - {HEAD})
     if left:
-        logger.warning(
-            "%d tensors of the files are left out, the first being %s: the model has none such",
-            len(left),
-            left[0],
-        )
+        text = "%d tensors of the files are left out, the first being %s: the model has none such"
+        logger.warning(text, len(left), left[0])
     return {name: weight for name, weight in weights.items() if name in shapes or name == HEAD}
 
 
@@ -60,10 +57,8 @@ def check_shapes(
         if not any(re.search(one, name) for one in ignored)
     ]
     if missing:
-        raise CheckpointError(
-            f"it lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole"
-            f" checkpoint again"
-        )
+        what = f"it lacks {len(missing)} tensors, the first being {missing[0]!r}"
+        raise CheckpointError(f"{what}; fetch the whole checkpoint again")
     check_floats({key: weight for key, weight in weights.items() if key in shapes or key == HEAD})
     for name, shape in shapes.items():
         weight = weights.get(name)
@@ -72,7 +67,5 @@ def check_shapes(
         # which are never transposed
         packed_experts = isinstance(weight, Quantized) and len(shape) == 3
         if not packed_experts or sorted(weight.shape) != sorted(shape):
-            raise CheckpointError(
-                f"{name!r} is {list(weight.shape)} and the config asks for {list(shape)}; fetch the"
-                f" whole checkpoint again"
-            )
+            what = f"{name!r} is {list(weight.shape)} and the config asks for {list(shape)}"
+            raise CheckpointError(f"{what}; fetch the whole checkpoint again")

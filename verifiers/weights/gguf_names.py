@@ -110,10 +110,8 @@ class Recipes:
         """What the file calls a tensor."""
         found = self._map.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
-            raise CheckpointError(
-                f"package gguf has no name for {name!r} of {self._architecture!r}; run: python -m"
-                f" pip install --upgrade gguf",
-            )
+            what = f"package gguf has no name for {name!r} of {self._architecture!r}"
+            raise CheckpointError(f"{what}; run: python -m pip install --upgrade gguf")
         named = str(found)
         whole = named.endswith((".weight", ".bias")) or self.has(named)
         return named if whole else f"{named}.weight"

@@ -113,9 +113,8 @@ class Weights:
         """
         found = self.optional(name)
         if found is None:
-            raise CheckpointError(
-                f"the target has no tensor {self.prefix + name!r}; fetch the whole checkpoint again"
-            )
+            what = f"the target has no tensor {self.prefix + name!r}"
+            raise CheckpointError(f"{what}; fetch the whole checkpoint again")
         return found
 
     def blocks(self, name: str) -> GgufWeight | None:
@@ -205,9 +204,8 @@ class Weights:
         found = [weight for weight in stored if isinstance(weight, Quantized)]
         if len(found) < len(names) or not alike(found):
             if found:
-                logger.warning(
-                    "%s are stored in several ways and become plain numbers", ", ".join(scoped)
-                )
+                text = "%s are stored in several ways and become plain numbers"
+                logger.warning(text, ", ".join(scoped))
             return None
         for name in scoped:
             del self.tensors[name]

@@ -139,9 +139,8 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
         with shapes_alone():
             state = DFlashModel(config).state_dict()
     except RuntimeError as error:  # torch counts bytes in 64 bits
-        raise CheckpointError(
-            "config.json asks for larger tensors than there can be; download it again"
-        ) from error
+        what = "config.json asks for larger tensors than there can be"
+        raise CheckpointError(f"{what}; download it again") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if config.tied_tables:
         shapes |= {name: (shapes[name][1], config.hidden_size) for name in TIED if name in shapes}

@@ -100,9 +100,8 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     )
     block_size, recommended = keys.required("block_size"), _recommended(raw, keys)
     if Keys(keys.places[:-1]).find("block_size") is None:
-        logger.warning(
-            "config.json lacks block_size: %d is taken, as engines do for such drafters", block_size
-        )
+        text = "config.json lacks block_size: %d is taken, as engines do for such drafters"
+        logger.warning(text, block_size)
     from_anchor = predicts_from_anchor(raw, algorithm, keys, all_rows=recommended == block_size)
     return DFlashConfig(
         block_size=block_size,
@@ -225,9 +224,8 @@ def _target_layer_ids(keys: Keys, layer_count: int, *, guesses: bool) -> tuple[i
             "config.json lacks target_layer_ids, and num_target_layers to derive them from",
         )
         taps = default_taps(num_target_layers, layer_count)
-        logger.warning(
-            "config.json lacks target_layer_ids: layers %s are taken, by z-lab's rule", list(taps)
-        )
+        text = "config.json lacks target_layer_ids: layers %s are taken, by z-lab's rule"
+        logger.warning(text, list(taps))
         return taps
     valid = isinstance(ids, list) and all(type(i) is int for i in ids)
     require(valid, f"target layer ids are {ids!r}; they must be a list of integers")

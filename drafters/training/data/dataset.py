@@ -53,9 +53,8 @@ def read_answers(folder: Path, split: str) -> list[Answer]:
     paths = sorted(folder.glob(f"{split}-*.jsonl.gz"))
     answers = [answer for path in paths for answer in read_shard(path, _as_answer, stage="answers")]
     if not answers:
-        raise InvalidInputError(
-            f"{str(folder)!r} holds no {split} answers; run the answers stage first"
-        )
+        what = f"{str(folder)!r} holds no {split} answers"
+        raise InvalidInputError(f"{what}; run the answers stage first")
     return answers
 
 

@@ -205,10 +205,8 @@ def write_documents(config: TrainConfig, decode: Callable[[Sequence[int]], str])
         [decode(answer.answer_ids) for answer in answers if answer.temperature <= MAX_TEMPERATURE]
     )
     if len(texts[0]) < FEWEST:
-        raise InvalidInputError(
-            f"the answers hold {len(texts[0])} paragraphs, and {FEWEST} are needed for documents;"
-            " ask for more answers, or leave --documents out"
-        )
+        what = f"the answers hold {len(texts[0])} paragraphs, and {FEWEST} are needed for documents"
+        raise InvalidInputError(f"{what}; ask for more answers, or leave --documents out")
     random = Random(config.seed)
     prompts = dict.fromkeys(document_prompt(texts, random) for _ in range(config.documents))
     write_text(

@@ -38,9 +38,8 @@ def own_answers(config: TrainConfig) -> tuple[PromptSet, list[Own]]:
     rows = rows[: config.max_prompts]
     if len(rows) <= config.heldout:
         way_out = "give more rows or a smaller --heldout"
-        raise InvalidInputError(
-            f"{len(rows)} rows with answers are too few to hold out {config.heldout}; {way_out}",
-        )
+        what = f"{len(rows)} rows with answers are too few to hold out {config.heldout}"
+        raise InvalidInputError(f"{what}; {way_out}")
     heldout = [_prompt(*own) for own in rows[: config.heldout]]
     return PromptSet([], heldout, []), rows[config.heldout :]
 

@@ -65,14 +65,11 @@ def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
         TrainingPrompt(f"self-written {i}", (("user", text),)) for i, text in enumerate(written)
     ]
     if not prompts:
-        raise InvalidInputError(
-            "there is no prompt to train on; name files with --prompts, or ask for --self-prompts"
-        )
+        what = "there is no prompt to train on"
+        raise InvalidInputError(f"{what}; name files with --prompts, or ask for --self-prompts")
     if len(prompts) <= config.heldout:
-        raise InvalidInputError(
-            f"{len(prompts)} prompts are too few to hold out {config.heldout}; give more prompts or"
-            f" a smaller --heldout"
-        )
+        what = f"{len(prompts)} prompts are too few to hold out {config.heldout}"
+        raise InvalidInputError(f"{what}; give more prompts or a smaller --heldout")
     random.shuffle(prompts)
     heldout = [replace(prompt, later=()) for prompt in prompts[: config.heldout]]
     train = prompts[config.heldout :]
@@ -102,9 +99,8 @@ def read_prompts(name: str) -> list[TrainingPrompt]:
     """
     found = [prompt for place, row in read_rows(name) if (prompt := _prompt(row, place))]
     if not found:
-        raise InvalidInputError(
-            f"{name!r} holds no prompt: no user says anything there; give another file"
-        )
+        what = f"{name!r} holds no prompt: no user says anything there"
+        raise InvalidInputError(f"{what}; give another file")
     return found
 
 

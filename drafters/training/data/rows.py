@@ -69,9 +69,8 @@ def fingerprint(name: str) -> str:
     try:
         return sha256_of(path)
     except OSError as error:
-        raise InvalidInputError(
-            f"cannot read {str(path)!r}: {reason_of(error)}; {_WAY_OUT}"
-        ) from error
+        what = f"cannot read {str(path)!r}: {reason_of(error)}"
+        raise InvalidInputError(f"{what}; {_WAY_OUT}") from error
 
 
 @cache
@@ -83,9 +82,8 @@ def data_set(name: str) -> Any:
     """
     if find_spec("datasets") is None:
         way_out = f"run: {install_command('train')}"
-        raise InvalidInputError(
-            f"{name!r} needs the package datasets, which is not installed; {way_out}",
-        )
+        what = f"{name!r} needs the package datasets, which is not installed"
+        raise InvalidInputError(f"{what}; {way_out}")
     load = import_module("datasets").load_dataset
     path, *where = name.removeprefix(HUB).split(":")
     try:
@@ -163,7 +161,6 @@ def _array(name: str, text: str) -> Iterator[tuple[str, Row]]:
         raise InvalidInputError(f"{name!r} is not JSON ({error}); write objects") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise InvalidInputError(
-                f"{name}: item {number} is a JSON {type(row).__name__}; write a list of objects",
-            )
+            what = f"{name}: item {number} is a JSON {type(row).__name__}"
+            raise InvalidInputError(f"{what}; write a list of objects")
         yield f"{name}:{number}", row

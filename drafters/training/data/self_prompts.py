@@ -104,9 +104,8 @@ def read_self_prompts(config: TrainConfig) -> list[str]:
     """
     paths = [config.folder / "prompts" / name for name in _plan(config)]
     if not all(path.exists() for path in paths):
-        raise InvalidInputError(
-            f"{str(paths[0].parent)!r} lacks prompts of the target; run the answers stage again"
-        )
+        what = f"{str(paths[0].parent)!r} lacks prompts of the target"
+        raise InvalidInputError(f"{what}; run the answers stage again")
     texts = [
         text
         for path in paths
@@ -123,17 +122,14 @@ def user_turn(source: Source) -> tuple[list[int], tuple[int, ...]]:
     """
     tokenizer = source.tokenizer
     if not source.reader.has_template:
-        raise InvalidInputError(
-            f"{source.name!r} has no chat template, so it cannot write a user's prompts; set"
-            f" self-prompts to 0"
-        )
+        what = f"{source.name!r} has no chat template, so it cannot write a user's prompts"
+        raise InvalidInputError(f"{what}; set self-prompts to 0")
     message = {"role": "user", "content": _MARK}
     text = source.reader.chat_text([message], {"add_generation_prompt": True})
     before, found, after = text.partition(_MARK)
     if not found:
-        raise InvalidInputError(
-            f"the chat template of {source.name!r} drops a user's words; set self-prompts to 0"
-        )
+        what = f"the chat template of {source.name!r} drops a user's words"
+        raise InvalidInputError(f"{what}; set self-prompts to 0")
     prefix, suffix = (
         tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)
     )

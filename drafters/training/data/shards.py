@@ -232,9 +232,8 @@ def read_shard(
         with gzip.open(path, "rt") as file:
             return [parse(parse_json(line, strict=False)) for line in file]
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged ({error}); delete it and run the {stage} stage again"
-        ) from error
+        what = f"{path} is damaged ({error})"
+        raise CheckpointError(f"{what}; delete it and run the {stage} stage again") from error
 
 
 def stable_seed(*parts: object) -> int:

@@ -96,10 +96,9 @@ class Source:
         models = server.ask("models")["data"]
         known = {one["id"]: one for one in models}
         if model not in known and len(known) != 1:
-            raise InvalidInputError(
-                f"{url} has no model {model!r} (it has {', '.join(known)});"
-                " give its name with --model, or a server of this target alone"
-            )
+            what = f"{url} has no model {model!r} (it has {', '.join(known)})"
+            way_out = "give its name with --model, or a server of this target alone"
+            raise InvalidInputError(f"{what}; {way_out}")
         served = known.get(model) or models[0]
         called = served["id"]
         tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(model)
@@ -187,8 +186,7 @@ class _Server:
                     raise SpecDecError(f"{self.url} refused: {error.code} {said}") from error
             except (URLError, OSError, ValueError) as error:
                 if pause is None or body is None:
-                    raise SpecDecError(
-                        f"{self.url} does not answer ({one_line(error)}); run again when it does",
-                    ) from error
+                    what = f"{self.url} does not answer ({one_line(error)})"
+                    raise SpecDecError(f"{what}; run again when it does") from error
             time.sleep(pause)
         raise AssertionError("the last try returns or raises")

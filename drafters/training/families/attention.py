@@ -147,9 +147,8 @@ def unrolled(spec: AttentionSpec | MlaSpec) -> UnrolledAttention | UnrolledLaten
     kind: Any = UnrolledAttention if isinstance(spec, AttentionSpec) else UnrolledLatent
     shapes = spec.each if isinstance(spec, AttentionSpec) else (spec,)
     if reasons := [reason for shape in shapes for reason in kind.unsupported_reasons(shape)]:
-        raise InvalidInputError(
-            f"the layers have {reasons[0]}, which training does not know; leave --init out"
-        )
+        what = f"the layers have {reasons[0]}, which training does not know"
+        raise InvalidInputError(f"{what}; leave --init out")
     backend: UnrolledAttention | UnrolledLatent = kind(spec)
     return backend
 

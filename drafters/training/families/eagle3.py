@@ -76,10 +76,8 @@ def eagle3_model(config: TrainConfig, verifier: Verifier) -> Eagle3Model:
     if all(unwritable(own, layout) for layout in LAYOUTS):
         peculiar = peculiar or "layers that no layout has words for"
     if peculiar:
-        raise InvalidInputError(
-            f"drafter {config.init!r} has {peculiar}, which training does not know; leave --init"
-            " out"
-        )
+        what = f"drafter {config.init!r} has {peculiar}, which training does not know"
+        raise InvalidInputError(f"{what}; leave --init out")
     check_fit(own, verifier, borrows=borrows(own, tensors))
     # what sglang's layout does not say
     most = own.max_draft_tokens if unwritable(own, "speculators") else MAX_DRAFTS

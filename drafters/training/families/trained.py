@@ -83,6 +83,5 @@ def check_written(folder: Path, tensors: Mapping[str, Tensor], back: Mapping[str
     """
     same = back.keys() == tensors.keys()
     if not same or not all(torch.equal(back[name], tensors[name]) for name in tensors):
-        raise CheckpointError(
-            f"{folder} does not read back as it was written; the disk may be damaged"
-        )
+        what = f"{folder} does not read back as it was written"
+        raise CheckpointError(f"{what}; the disk may be damaged")

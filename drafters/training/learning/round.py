@@ -37,10 +37,8 @@ def learn(config: TrainConfig) -> bool:
         SpecDecError: an input is wrong, the disk is full, or the loss is not finite.
     """
     if config.init is None or len(config.answers_from) != 1:
-        raise InvalidInputError(
-            "specdec train learn goes on from a drafter with requests that were served; give --init"
-            " and one folder as --answers-from"
-        )
+        what = "specdec train learn goes on from a drafter with requests that were served"
+        raise InvalidInputError(f"{what}; give --init and one folder as --answers-from")
     for name in (REPORT, f"training/{STATE_FILE}"):
         remove(config.folder / name)
     remove_folder(config.folder / WEIGHTS)

@@ -33,10 +33,8 @@ def trainable(name: str) -> str:
             continue
         if not (why := shape.untrainable(tensors)):
             return located(part)
-    raise InvalidInputError(
-        f"drafter {name!r} cannot learn from requests ({why}); serve a DFlash drafter, or leave out"
-        f" --learn-device"
-    )
+    what = f"drafter {name!r} cannot learn from requests ({why})"
+    raise InvalidInputError(f"{what}; serve a DFlash drafter, or leave out --learn-device")
 
 
 def read_served(
@@ -53,9 +51,8 @@ def read_served(
         InvalidInputError: there is no such folder, or a line is malformed.
     """
     if not folder.is_dir():
-        raise InvalidInputError(
-            f"{str(folder)!r} is no folder; name that of specdec serve --learn-from-requests"
-        )
+        what = f"{str(folder)!r} is no folder"
+        raise InvalidInputError(f"{what}; name that of specdec serve --learn-from-requests")
     found: dict[object, Answer] = {}
     for path in sorted(folder.glob("*.jsonl")):
         try:

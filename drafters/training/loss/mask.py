@@ -66,10 +66,8 @@ def use_flex(choice: str, device: torch.device) -> bool:
         InvalidInputError: FlexAttention cannot train there.
     """
     if choice == "flex" and device.type != "cuda":
-        raise InvalidInputError(
-            f"mask-path flex cannot train on {device.type}, where FlexAttention has no gradient;"
-            f" choose dense"
-        )
+        what = f"mask-path flex cannot train on {device.type}, where FlexAttention has no gradient"
+        raise InvalidInputError(f"{what}; choose dense")
     return choice == "flex" or (choice == "auto" and device.type == "cuda")
 
 

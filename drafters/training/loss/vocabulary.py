@@ -45,10 +45,8 @@ def give_vocabulary(model: DFlashModel, verifier: Verifier, tokens: Tensor) -> N
     size, columns = verifier.hidden_size, tokens.to(verifier.device)
     one = torch.eye(size, dtype=verifier.dtype, device=verifier.device)
     if verifier.head(torch.zeros_like(one[:1])).any():
-        raise InvalidInputError(
-            f"the output head of {verifier.name} adds a bias, which a drafter's own does not;"
-            f" leave --draft-vocab out"
-        )
+        what = f"the output head of {verifier.name} adds a bias, which a drafter's own does not"
+        raise InvalidInputError(f"{what}; leave --draft-vocab out")
     for start in range(0, size, ROWS):
         part = verifier.head(one[start : start + ROWS]).index_select(-1, columns)
         weight[:, start : start + ROWS] = part.T.to(weight)

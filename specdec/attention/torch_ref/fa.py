@@ -300,11 +300,9 @@ def _spare_rows(query: Tensor) -> int:
     from the same token verified among drafts.
     """
     last_tile = query.shape[2] % 32
-    return (
-        4 - last_tile
-        if query.device.type == "cpu" and query.dtype.itemsize == 2 and 0 < last_tile < 4
-        else 0
-    )
+    if query.device.type == "cpu" and query.dtype.itemsize == 2 and 0 < last_tile < 4:
+        return 4 - last_tile
+    return 0
 
 
 def _weigh(

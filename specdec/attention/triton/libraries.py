@@ -125,11 +125,9 @@ def through_flash_attention_3(
     asked for the denominators.
     """
     function = import_module("flash_attn_interface").flash_attn_func
-    asked = (
-        {"return_attn_probs": True}
-        if "return_attn_probs" in inspect.signature(function).parameters
-        else {}
-    )
+    asked = {}
+    if "return_attn_probs" in inspect.signature(function).parameters:
+        asked = {"return_attn_probs": True}
     output, log_sums = function(
         query[None], key[None], value[None], softmax_scale=scale, causal=causal, **asked
     )[:2]

@@ -180,10 +180,8 @@ class Admission:
 
     def _grammars(self) -> GrammarCompiler:
         if self.grammars is None:
-            raise InvalidInputError(
-                "a grammar needs the target's tokenizer and this engine has none; give it a"
-                " GrammarCompiler"
-            )
+            what = "a grammar needs the target's tokenizer and this engine has none"
+            raise InvalidInputError(f"{what}; give it a GrammarCompiler")
         self.grammars.check()
         return self.grammars
 
@@ -215,11 +213,9 @@ class Admission:
         media = self.verifier.media_token_ids
         found = next((token for token in prompt if token in media), None) if media else None
         if found is not None:
-            raise InvalidInputError(
-                f"the prompt holds token {found}, which stands for {media[found]};"
-                f" {self.verifier.name!r} runs as a text model,"
-                " so give text alone"
-            )
+            what = f"the prompt holds token {found}, which stands for {media[found]}"
+            way_out = f"{self.verifier.name!r} runs as a text model, so give text alone"
+            raise InvalidInputError(f"{what}; {way_out}")
 
     def _tell_crossing(self, prompt_len: int, start: int) -> None:
         """Says once where an output differs from that of Transformers."""
@@ -252,9 +248,8 @@ class Admission:
     def _check_prediction(self, prediction: str | Sequence[int] | None) -> None:
         """Raises where the engine cannot read it."""
         if isinstance(prediction, str):
-            raise InvalidInputError(
-                "prediction is a text, and this engine has no tokenizer; give token ids"
-            )
+            what = "prediction is a text, and this engine has no tokenizer"
+            raise InvalidInputError(f"{what}; give token ids")
         if not prediction:
             return
         size = self.verifier.vocab_size
@@ -276,10 +271,8 @@ class Admission:
         ends = sampling.stop_token_ids if sampling.min_tokens else ()
         for token in [*ends, *(token for token, _ in sampling.logit_bias)]:
             if not 0 <= token < size:
-                raise InvalidInputError(
-                    f"logit_bias or min_tokens concerns token {token}; ids of this model lie in [0,"
-                    f" {size})"
-                )
+                what = f"logit_bias or min_tokens concerns token {token}"
+                raise InvalidInputError(f"{what}; ids of this model lie in [0, {size})")
         if len({*ends}) == size:
             raise InvalidInputError(
                 f"stop_token_ids name all {size} tokens of this model, and min_tokens lets none of"

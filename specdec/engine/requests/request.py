@@ -145,11 +145,9 @@ class Request:
         """Prompt rows whose log-probabilities are yet to be launched; the last row chooses the
         first output token.
         """
-        return (
-            0
-            if self.sampling.prompt_logprobs is None
-            else len(self.prompt_token_ids) - 1 - self.num_scored
-        )
+        if self.sampling.prompt_logprobs is None:
+            return 0
+        return len(self.prompt_token_ids) - 1 - self.num_scored
 
     @property
     def token_ids(self) -> list[int]:

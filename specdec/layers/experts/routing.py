@@ -54,21 +54,15 @@ class Routing:
             count = self.num_experts
             raise InvalidInputError(f"{count} experts do not divide into {groups} groups")
         if not 1 <= self.topk_groups <= groups:
-            raise InvalidInputError(
-                f"{self.topk_groups} of {groups} groups of experts cannot be chosen; take 1 to"
-                f" {groups}"
-            )
+            what = f"{self.topk_groups} of {groups} groups of experts cannot be chosen"
+            raise InvalidInputError(f"{what}; take 1 to {groups}")
         if not 1 <= self.top_k <= size * self.topk_groups:
             allowed = size * self.topk_groups
-            raise InvalidInputError(
-                f"{self.top_k} experts per token, of {allowed} that may be chosen; take 1 to"
-                f" {allowed}"
-            )
+            what = f"{self.top_k} experts per token, of {allowed} that may be chosen"
+            raise InvalidInputError(f"{what}; take 1 to {allowed}")
         if self.grouped and self.scores == "sigmoid" and size < 2:
-            raise InvalidInputError(
-                f"{groups} groups of one expert have no best two; take at most"
-                f" {self.num_experts // 2} groups"
-            )
+            what = f"{groups} groups of one expert have no best two"
+            raise InvalidInputError(f"{what}; take at most {self.num_experts // 2} groups")
 
     @property
     def grouped(self) -> bool:

@@ -44,15 +44,12 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
         value, positive = parameters[name], name in _POSITIVE
         if value is not None and not (is_number(value) and (value > 0 or not positive)):
             kind = "a positive number" if positive else "a number"
-            raise CheckpointError(
-                f"RoPE's {name} is {shown(value)}; it must be {kind}, so correct it in config.json"
-            )
+            what = f"RoPE's {name} is {shown(value)}"
+            raise CheckpointError(f"{what}; it must be {kind}, so correct it in config.json")
     truncate = parameters.get("truncate")
     if not isinstance(truncate, bool | None):
-        raise CheckpointError(
-            f"RoPE's truncate is {shown(truncate)}; it must be true or false, so correct it"
-            f" in config.json"
-        )
+        what = f"RoPE's truncate is {shown(truncate)}"
+        raise CheckpointError(f"{what}; it must be true or false, so correct it in config.json")
 
 
 class Temperature(NamedTuple):
@@ -141,10 +138,8 @@ class Rope:
             rope = cls._of(parameters, head_dim, max_position_embeddings)
             found = rope.frequencies, rope.long_frequencies, torch.as_tensor(rope.amplitude)
         if not all(one.isfinite().all() for one in found if one is not None):
-            raise CheckpointError(
-                f"RoPE parameters {dict(parameters)} give no finite angles; correct them in"
-                f" config.json"
-            )
+            what = f"RoPE parameters {dict(parameters)} give no finite angles"
+            raise CheckpointError(f"{what}; correct them in config.json")
         return rope
 
     @classmethod
@@ -378,8 +373,6 @@ def _frequencies(
         initial = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
         frequencies, amplitude = initial(config, device="cpu", seq_len=seq_len)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"RoPE parameters {dict(parameters)} are not complete and valid ({error}); correct them"
-            f" in config.json"
-        ) from error
+        what = f"RoPE parameters {dict(parameters)} are not complete and valid ({error})"
+        raise CheckpointError(f"{what}; correct them in config.json") from error
     return frequencies.float(), float(amplitude)

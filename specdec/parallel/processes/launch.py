@@ -54,10 +54,8 @@ def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
         )
     found = torch.cuda.device_count()
     if size > found:
-        raise CapacityError(
-            f"tensor_parallel is {size} and this machine has {found} accelerators; start at most"
-            f" {found} ranks"
-        )
+        what = f"tensor_parallel is {size} and this machine has {found} accelerators"
+        raise CapacityError(f"{what}; start at most {found} ranks")
     return torch.device("cuda", rank)
 
 
@@ -83,10 +81,8 @@ def open_ranks(size: int, device: torch.device) -> Executor:
         _check_size(size, started, "torchrun has started")
         return _join_torchrun(device)
     if dist.is_initialized():
-        raise InvalidInputError(
-            f"tensor_parallel is {size} and this process is in a process group of its own; load the"
-            f" target in a process without one"
-        )
+        what = f"tensor_parallel is {size} and this process is in a process group of its own"
+        raise InvalidInputError(f"{what}; load the target in a process without one")
     return _start(size, device)
 
 
@@ -118,9 +114,8 @@ def join(settings: Settings) -> Executor:
 
 def _check_size(size: int, found: int, who: str) -> None:
     if size != found:
-        raise InvalidInputError(
-            f"tensor_parallel is {size} and {who} {found} ranks; give {found}, or leave it out"
-        )
+        what = f"tensor_parallel is {size} and {who} {found} ranks"
+        raise InvalidInputError(f"{what}; give {found}, or leave it out")
 
 
 def _start(size: int, device: torch.device) -> Executor:

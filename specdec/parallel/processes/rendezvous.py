@@ -37,9 +37,8 @@ class Rendezvous:
             fcntl.flock(self._held, fcntl.LOCK_EX)
             (self.path / "new").rename(self.path / "held")
         except OSError as error:
-            raise CapacityError(
-                f"ranks need a folder to meet in, and there is none: {error}; set TMPDIR to one"
-            ) from error
+            what = f"ranks need a folder to meet in, and there is none: {error}"
+            raise CapacityError(f"{what}; set TMPDIR to one") from error
 
     def remove(self) -> None:
         """Takes it away."""

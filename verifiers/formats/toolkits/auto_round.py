@@ -23,10 +23,8 @@ class AutoRound(Format):
 
     def __init__(self, quantization: Settings) -> None:
         if any(quantization.get(key) for key in ("rotation_config", "spinquant_config")):
-            raise CheckpointError(
-                "AutoRound's layers rotate their inputs, which is not read; take a checkpoint"
-                " without rotations"
-            )
+            what = "AutoRound's layers rotate their inputs, which is not read"
+            raise CheckpointError(f"{what}; take a checkpoint without rotations")
         kind = word(quantization, "data_type", default="int")
         plain = list[str]()
         for name, settings in section(quantization, "extra_config").items():
@@ -65,10 +63,8 @@ class _Floats(Format):
 
     def __init__(self, quantization: Settings, kind: str) -> None:
         if kind == "nvfp4_v2" or not kind.startswith(("nv_fp", "mx_fp", "fp", "nvfp", "mxfp")):
-            raise CheckpointError(
-                f"AutoRound's {kind} is not read, but int, fp8, nv_fp and mx_fp are; take such a"
-                f" checkpoint"
-            )
+            what = f"AutoRound's {kind} is not read, but int, fp8, nv_fp and mx_fp are"
+            raise CheckpointError(f"{what}; take such a checkpoint")
         bits, group = (NV_BITS, NV_GROUP) if "nv" in kind else (MX_BITS, MX_GROUP)
         self._block = None
         if isinstance(quantization.get("group_size"), list | tuple):

@@ -58,9 +58,8 @@ class CompressedTensors(Format):
         keys = ("sparsity_config", "transform_config")
         parts = [section(quantization, key) for key in keys]
         if any(map(_active, parts)) or quantization.get("format") == "marlin-24":
-            raise CheckpointError(
-                "its weights are sparse or rotated, which is not read; take a checkpoint without"
-            )
+            what = "its weights are sparse or rotated, which is not read"
+            raise CheckpointError(f"{what}; take a checkpoint without")
         schemes = list[Scheme]()
         for name, group in section(quantization, "config_groups").items():
             if not isinstance(group, Mapping):
@@ -86,10 +85,8 @@ class CompressedTensors(Format):
             return packed_integers(module, parts, scheme.bits, scheme.group, dtype)
         if "weight_packed" in parts:
             if scheme.group != MX_GROUP and "weight_global_scale" not in parts:
-                raise CheckpointError(
-                    f"{module!r} has no weight_global_scale, as NVFP4 has; fetch the whole"
-                    f" checkpoint again"
-                )
+                what = f"{module!r} has no weight_global_scale, as NVFP4 has"
+                raise CheckpointError(f"{what}; fetch the whole checkpoint again")
             return floats(module, parts, None, dtype)
         weight, scale = parts["weight"], parts["weight_scale"]
         if weight.dtype == torch.int8:
@@ -112,10 +109,8 @@ class CompressedTensors(Format):
             (one for fits, one in self._expressions if any(map(fits.match, own))), self._of_a_class
         )
         if scheme is None:
-            raise CheckpointError(
-                f"{module!r} is quantized but no group of quantization_config has it; fetch"
-                f" config.json again"
-            )
+            what = f"{module!r} is quantized but no group of quantization_config has it"
+            raise CheckpointError(f"{what}; fetch config.json again")
         return scheme
 
 
@@ -123,10 +118,8 @@ def _scheme(targets: Sequence[str], weights: Settings) -> Scheme:
     group, block = group_size(weights), block_size(weights, "block_structure")
     strategy = word(weights, "strategy", default="group" if group else "tensor")
     if strategy not in STRATEGIES or (strategy == "block" and block is None):
-        raise CheckpointError(
-            f"weights share scales by {strategy!r} with blocks {block}; {', '.join(STRATEGIES)} are"
-            f" read"
-        )
+        what = f"weights share scales by {strategy!r} with blocks {block}"
+        raise CheckpointError(f"{what}; {', '.join(STRATEGIES)} are read")
     kind, bits = word(weights, "type", default="int"), integer(weights, "num_bits", default=8)
     if kind == "int":
         check_width(bits, "quantization_config")

@@ -47,10 +47,8 @@ class ModelOpt(Format):
         algorithm = word(quantization, "quant_algo", default="nvfp4")
         if algorithm not in ALGORITHMS:
             known = ", ".join(name.upper() for name in ALGORITHMS)
-            raise CheckpointError(
-                f"ModelOpt's {algorithm.upper()} is not read, but {known} are; take such a"
-                f" checkpoint"
-            )
+            what = f"ModelOpt's {algorithm.upper()} is not read, but {known} are"
+            raise CheckpointError(f"{what}; take such a checkpoint")
         plain, size = Listed(names(quantization, "exclude_modules", "ignore")), None
         if "_pb_" in algorithm or "block" in algorithm:
             size = group_size(quantization, default=BLOCK[0])
@@ -81,8 +79,6 @@ class ModelOpt(Format):
         numbers = stored.dequantized(torch.float32) if isinstance(stored, Quantized) else stored
         factors = as_number(parts["pre_quant_scale"]).float().reshape(-1)
         if len(factors) != numbers.shape[-1]:
-            raise CheckpointError(
-                f"{module!r} has {len(factors)} factors for {numbers.shape[-1]} inputs; fetch the"
-                f" checkpoint again"
-            )
+            what = f"{module!r} has {len(factors)} factors for {numbers.shape[-1]} inputs"
+            raise CheckpointError(f"{what}; fetch the checkpoint again")
         return numbers * factors

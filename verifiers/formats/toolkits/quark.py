@@ -52,10 +52,8 @@ class Quark(Format):
     def __init__(self, quantization: Settings) -> None:
         export = section(quantization, "export")
         if word(export, "weight_format", default="real_quantized") != "real_quantized":
-            raise CheckpointError(
-                "Quark's weights are not real_quantized, which alone is read; take such a"
-                " checkpoint"
-            )
+            what = "Quark's weights are not real_quantized, which alone is read"
+            raise CheckpointError(f"{what}; take such a checkpoint")
         _check_rotation(quantization.get("algo_config"))
         self._reordered = word(export, "pack_method", default="reorder") == "reorder"
         everywhere = _scheme("global_quant_config", quantization.get("global_quant_config"))
@@ -124,10 +122,8 @@ def _check_rotation(algorithms: object) -> None:
         if rotates or any(
             algorithm.get(key) for key in ("r4", "online_r1_rotation", "online_config")
         ):
-            raise CheckpointError(
-                "Quark's layers rotate their inputs, which is not read; take a checkpoint without"
-                " rotations"
-            )
+            what = "Quark's layers rotate their inputs, which is not read"
+            raise CheckpointError(f"{what}; take a checkpoint without rotations")
 
 
 def _schemes(quantization: Settings, key: str) -> Iterator[tuple[str, Scheme | None]]:

@@ -225,11 +225,9 @@ def pad_heads(tensor: Tensor, num_heads: int) -> Tensor:
     """Heads of zeros behind those of [num_tokens, heads, dim]; what they yield is finite, and cut
     off again.
     """
-    return (
-        F.pad(tensor, (0, 0, 0, num_heads - tensor.shape[1]))
-        if tensor.shape[1] < num_heads
-        else tensor
-    )
+    if tensor.shape[1] < num_heads:
+        return F.pad(tensor, (0, 0, 0, num_heads - tensor.shape[1]))
+    return tensor
 
 
 def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

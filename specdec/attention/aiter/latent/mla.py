@@ -123,11 +123,9 @@ class RocmAiterMlaBackend(AiterLatentBackend):
     @property
     def prefill_dtype(self) -> torch.dtype:
         """See `MlaBackend.prefill_dtype`."""
-        return (
-            self.spec.dtype
-            if self.fp8_prefill_reasons
-            else specdec.device.device.float8_dtype(self.spec.device)
-        )
+        if self.fp8_prefill_reasons:
+            return self.spec.dtype
+        return specdec.device.device.float8_dtype(self.spec.device)
 
     @property
     def cache_spec(self) -> LatentLayerSpec:
