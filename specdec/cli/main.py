@@ -271,8 +271,12 @@ def _overview() -> Parser:
     lines += ["", "specdec COMMAND --help lists the options of a command."]
     parser = Parser("specdec", usage="specdec COMMAND ...", epilog="\n".join(lines))
     parser.description = "Speculative decoding: exactly the output of the target model, sooner."
-    version: Any = {"version": f"specdec {__version__}", "help": "show the version and exit"}
-    parser.add_argument("--version", action="version", **version)
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"specdec {__version__}",
+        help="show the version and exit",
+    )
     return parser
 
 

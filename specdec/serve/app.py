@@ -58,15 +58,26 @@ FEW_LOGPROBS = 4096
 
 def make_app(front: Front) -> FastAPI:
     """The application; whoever runs it drains the front at its end."""
-    off: Any = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
-    app = FastAPI(title="specdec", version=__version__, default_response_class=Json, **off)
+    app = FastAPI(
+        title="specdec",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        default_response_class=Json,
+    )
     app.state.front = front
     app.add_middleware(Guard, config=front.config)
     app.add_middleware(Defects)
     if front.config.allowed_origins:
         origins = list(front.config.allowed_origins)
-        every: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [HEADER]}
-        app.add_middleware(CORSMiddleware, allow_origins=origins, **every)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[HEADER],
+        )
     app.add_middleware(RequestLog, lines=front.config.log_requests)
     _add_errors(app, front)
     _add_generation(app, front)

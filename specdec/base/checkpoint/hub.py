@@ -382,9 +382,13 @@ def _fetched(place: _Place, name: str, what: str, patterns: tuple[str, ...]) -> 
         f"{root}*/{one}" for one in patterns if one != "*.jinja"
     ]
     allowed = [f"{root}{one}" for one in patterns]
-    wanted: Any = {"allow_patterns": allowed, "ignore_patterns": ignored}
     try:
-        snapshot = snapshot_download(place.repo, revision=place.revision, **wanted)
+        snapshot = snapshot_download(
+            place.repo,
+            revision=place.revision,
+            allow_patterns=allowed,
+            ignore_patterns=ignored,
+        )
         folder = place.inside(Path(snapshot))
     except LocalEntryNotFoundError as error:  # also where some of the files are not in the cache
         cached, weights = place.cached, not {*_WEIGHTS, *_PICKLES}.isdisjoint(patterns)
