@@ -43,7 +43,7 @@ attention, a decay per key channel beside latents, blocks that layers share, and
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest) -> TreeCase:
-    return TreeCase(request.param)
+    return TreeCase(request.param, ("greedy", "sampled"))
 
 
 def drafter_for(case: TreeCase, sampling: str) -> tuple[Drafter, dict[str, Any]]:
@@ -121,7 +121,7 @@ def test_grammars(sampling: str, rule: str) -> None:
 @pytest.mark.parametrize("tree", [False, True])
 def test_requests_that_want_fewer_drafts(tree: bool, every: bool) -> None:
     """Beside those that want all, and where none does; a request gets no more than it wants."""
-    case = TreeCase()
+    case = TreeCase(samplings=["greedy"])
     wanted: list[dict[str, Any]] = [{"num_draft_tokens": 2}, {"num_draft_tokens": 0}]
     wanted += [{"num_draft_tokens": 1}, {"num_draft_tokens": 2}] if every else [{}, {}]
     if tree:
@@ -144,7 +144,7 @@ def test_requests_that_want_fewer_drafts(tree: bool, every: bool) -> None:
 def test_preempted_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that begin alike in a cache far too small: states are those of accepted rows."""
     monkeypatch.setattr(build, "SNAPSHOT_TOKENS", 8)
-    case = TreeCase("qwen3_5")
+    case = TreeCase("qwen3_5", ["greedy"])
     first = max(case.prompts, key=len)
     prompts = [first, [*first[:-3], 5, 9], [*first[:17], 8], first]
 

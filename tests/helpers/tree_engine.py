@@ -1,5 +1,6 @@
 """A tiny target, scripted trees for it, and engines around both."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from specdec.base.config import CacheConfig, EngineConfig
@@ -36,12 +37,12 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 class TreeCase:
-    """A target, prompts, and what plain decoding makes of them."""
+    """A target, prompts, and what plain decoding makes of them with each sampling."""
 
-    def __init__(self, model: str = "llama") -> None:
+    def __init__(self, model: str = "llama", samplings: Iterable[str] = SAMPLINGS) -> None:
         self.verifier = paged_verifier(plain_model(model))
         self.prompts = random_prompts(4, seed=9)
-        self.plain = {name: self.run(None, **sampling) for name, sampling in SAMPLINGS.items()}
+        self.plain = {name: self.run(None, **SAMPLINGS[name]) for name in samplings}
         self.outputs = self.outputs_of("greedy")
 
     def outputs_of(self, sampling: str) -> Outputs:
