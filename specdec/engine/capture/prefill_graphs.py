@@ -1,11 +1,13 @@
 """Prefill of short chunks as graphs: launched operation by operation, it takes the host longer than
 the device.
 
-Chunks are padded to one length, a power of two. Rows past a chunk's end come later than all of its
-own, which see none of them, and write to the null block.
+Chunks are padded to one length, a power of two, or three quarters of one where they are short and
+few. Rows past a chunk's end come later than all of its own, which see none of them, and write to
+the null block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +34,10 @@ from specdec.parallel.group import Group
 
 MIN_ROWS = 128
 """Fewest rows of a request; fewer take as long."""
+FINE_ROWS, FINE_REQS = 4, 8
+"""Times `MIN_ROWS`, and requests, up to which three quarters of a size are a size, too: of three
+prompts of 180 tokens 576 rows are computed instead of 1,024.
+"""
 MAX_ROWS = 8192
 """Padding included, of which many chunks of unlike lengths have much."""
 MAX_CHUNK_ROWS = 2048
@@ -131,12 +137,14 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             max_total_tokens: tokens of all chunks of a step together.
             bounds: some of those on lengths; None takes all.
         """
-        width = MIN_ROWS
-        while width <= self._max_rows:
-            fewest = 1 if width == MIN_ROWS else width // 2 + 1
-            for num_reqs in batches(max_reqs):
+        widths = sorted({_width(rows) for rows in range(1, self._max_rows + 1)})
+        widths = [width for width in widths if width <= self._max_rows]
+        counts = sorted({*batches(max_reqs), *(n for n in (3, 6) if n < max_reqs)})
+        for shorter, width in pairwise([0, *widths]):
+            fewest = shorter + 1
+            for num_reqs in counts:
                 if (
-                    batch_bucket(num_reqs) * width > self._max_rows
+                    _count(num_reqs) * width > self._max_rows
                     or fewest + num_reqs - 1 > max_total_tokens
                 ):
                     break
@@ -144,7 +152,6 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
                     start = min(bound - width, self._state.max_model_len - 1 - fewest)
                     if start >= 0 and length_bucket(start + width, self._state.longest) == bound:
                         yield [(start, start + fewest), *[(start, start + 1)] * (num_reqs - 1)]
-            width *= 2
 
     def _cost(self, one: PrefillShape, shape: PrefillShape) -> tuple[int, ...] | None:
         """See `ShapeGraphs`. Rows of a request are as many: padding is computed, too."""
@@ -154,8 +161,8 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
     def _shape(self, chunks: Sequence[Chunk]) -> PrefillShape | None:
         longest = self._state.longest
-        num_reqs = batch_bucket(len(chunks))
-        num_rows = max(MIN_ROWS, power_of_two(max(chunk.end - chunk.start for chunk in chunks)))
+        num_reqs = _count(len(chunks))
+        num_rows = _width(max(chunk.end - chunk.start for chunk in chunks))
         end = max(chunk.start for chunk in chunks) + num_rows
         if (
             num_reqs * num_rows > self._max_rows
@@ -211,6 +218,28 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
         replay = self._capture.capture(launch, PrefillShape)
         return PrefillGraph(shape, replay, inputs, logits)
+
+
+def _width(num_rows: int) -> int:
+    """Rows to which chunks of up to so many are padded.
+
+    >>> [_width(rows) for rows in (1, 129, 193, 300, 385, 513)]
+    [128, 192, 256, 384, 512, 1024]
+    """
+    return _finer(num_rows, max(MIN_ROWS, power_of_two(num_rows)), MIN_ROWS, FINE_ROWS * MIN_ROWS)
+
+
+def _count(num_reqs: int) -> int:
+    """Requests to which so many are padded.
+
+    >>> [_count(number) for number in (1, 2, 3, 4, 5, 7, 9)]
+    [1, 2, 3, 4, 6, 8, 16]
+    """
+    return _finer(num_reqs, batch_bucket(num_reqs), 2, FINE_REQS)
+
+
+def _finer(number: int, size: int, least: int, most: int) -> int:
+    return 3 * size // 4 if least < size <= most and 4 * number <= 3 * size else size
 
 
 def max_prefill_rows(verifier: Verifier, max_num_seqs: int) -> int:

@@ -142,8 +142,10 @@ def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPa
 
     bound = min(512, longest)
     assert shape(3) == shape(16) == PrefillShape(1, 16, bound)
-    assert shape(17) == PrefillShape(1, 32, bound) and shape(3, 17) == PrefillShape(2, 32, bound)
-    assert shape(3, 3, 3) == shape(16, 3, 3, 3) == PrefillShape(4, 16, bound)
+    assert shape(17) == shape(24) == PrefillShape(1, 24, bound)
+    assert shape(3, 25) == shape(32, 3) == PrefillShape(2, 32, bound)
+    assert shape(3, 3, 3) == PrefillShape(3, 16, bound)
+    assert shape(16, 3, 3, 3) == PrefillShape(4, 16, bound)
     assert shape(64) and shape(65) is None and shape(33, 3) is None and shape(3, 3, 3, 3, 3) is None
     assert (
         captured._shape([chunk(longest - 16, longest - 14)])
@@ -152,6 +154,32 @@ def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPa
     assert captured.run([chunk(0, 65)]) is None, "too long"
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 0)
     assert captured.run([chunk(0, 3)]) is None and recorder.num_replays == 0, "too many graphs"
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 40])
+def test_every_shape_is_made_beforehand(case: Case, most: int) -> None:
+    """What chunks may have, up to so many of them, is what `spans` has a server capture."""
+    engine, _, _ = captured_engine(case, "plain", most)
+    captured = engine.runner.prefill_graphs
+    assert captured is not None
+    request = Request(0, [3] * 80, SamplingParams(), seed=0, max_total_len=80)
+    longest = engine.slots.longest
+
+    def shape(*lengths: int) -> PrefillShape | None:
+        some = [Chunk(request, 0, length, last=False, admitted=False) for length in lengths]
+        return captured._shape(some)
+
+    made = {
+        captured._shape([Chunk(request, *span, last=False, admitted=False) for span in spans])
+        for spans in captured.spans(most, 80)
+    }
+    needed = {
+        shape(length, *[1] * (count - 1)) for count in range(1, most + 1) for length in range(1, 65)
+    }
+    assert None not in made and longest > 64
+    assert {(one.num_reqs, one.num_rows) for one in needed if one} <= {
+        (one.num_reqs, one.num_rows) for one in made if one
+    }
 
 
 def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
