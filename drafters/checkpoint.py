@@ -63,10 +63,8 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: no such file, or no such content.
     """
-    require(
-        file.is_file(),
-        f"{file.name} is missing; a checkpoint folder holds it beside the safetensors",
-    )
+    what = f"{file.name} is missing; a checkpoint folder holds it beside the safetensors"
+    require(file.is_file(), what)
     try:
         content = parse_json(file.read_bytes(), strict=False)
     except (OSError, ValueError) as error:
@@ -117,10 +115,8 @@ def plain_tensors(
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "auto").removeprefix("torch.")
     name = "bfloat16" if name == "auto" else name
     dtype = getattr(torch, name, None)
-    require(
-        isinstance(dtype, torch.dtype) and dtype.is_floating_point,
-        f"dtype is {name!r}, which is no type of weights",
-    )
+    valid = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    require(valid, f"dtype is {name!r}, which is no type of weights")
     return dict(resolve(WEIGHT_READERS, "quantized", "reader of weights")(tensors, stated, dtype))
 
 
@@ -177,10 +173,9 @@ def check_tensors(
         require(
             found == expected, f"tensor {name} has shape {found}, config.json asks for {expected}"
         )
-        require(
-            name == "d2t" or (tensor.is_floating_point() and tensor.element_size() > 1),
-            f"tensor {name} is {tensor.dtype}; config.json has no quantization_config for it",
-        )
+        valid = name == "d2t" or (tensor.is_floating_point() and tensor.element_size() > 1)
+        what = f"tensor {name} is {tensor.dtype}; config.json has no quantization_config for it"
+        require(valid, what)
 
 
 def check_same_target(own: Verifier, verifier: Verifier) -> None:
@@ -260,10 +255,8 @@ def write_folder(
     require(free, f"{str(path)!r} exists already; choose a new folder")
     content = save(tensors, metadata={"format": "pt"})
     text = json.dumps(config, indent=2) + "\n"
-    fill_folder(
-        path,
-        {
-            "model.safetensors": partial(Path.write_bytes, data=content),
-            CONFIG: partial(Path.write_text, data=text),
-        },
-    )
+    files = {
+        "model.safetensors": partial(Path.write_bytes, data=content),
+        CONFIG: partial(Path.write_text, data=text),
+    }
+    fill_folder(path, files)

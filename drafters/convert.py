@@ -45,13 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", metavar="FOLDER", help="what to make; it must not exist yet, or be empty"
     )
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=LAYOUTS,
-        metavar="LAYOUT",
-        help=f"one of {', '.join(LAYOUTS)}",
-    )
+    layouts = f"one of {', '.join(LAYOUTS)}"
+    parser.add_argument("--to", required=True, choices=LAYOUTS, metavar="LAYOUT", help=layouts)
     parser.add_argument(
         "--model", metavar="NAME", help="the target, where the source does not say enough of it"
     )

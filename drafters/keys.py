@@ -91,10 +91,8 @@ def check_plain(keys: "Keys", plain_values: Mapping[str, tuple[Any, ...]], kind:
     for key, plain in plain_values.items():
         value = keys.find(key)
         known = value is None or value in plain
-        require(
-            known,
-            f"{kind} with {key} {shown(value)} is not supported yet; supported: {plain[0]!r}",
-        )
+        what = f"{kind} with {key} {shown(value)} is not supported yet; supported: {plain[0]!r}"
+        require(known, what)
 
 
 def rope_sets(place: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -162,10 +160,8 @@ class Keys:
     def number(self, name: str) -> float | None:
         """A finite number, or None."""
         value = self.find(name)
-        require(
-            value is None or is_number(value),
-            f"{name} is {shown(value)}; it must be a number",
-        )
+        valid = value is None or is_number(value)
+        require(valid, f"{name} is {shown(value)}; it must be a number")
         return None if value is None else float(value)
 
     def flag(self, name: str) -> bool | None:

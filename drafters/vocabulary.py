@@ -25,10 +25,8 @@ def without_full_map(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         CheckpointError: the map reorders tokens.
     """
     offsets = tensors.get("d2t")
-    require(
-        offsets is None or not offsets.any(),
-        "d2t reorders a full vocabulary, which is not supported",
-    )
+    valid = offsets is None or not offsets.any()
+    require(valid, "d2t reorders a full vocabulary, which is not supported")
     return {name: tensor for name, tensor in tensors.items() if name != "d2t"}
 
 
@@ -40,16 +38,12 @@ def check_map(tensors: Mapping[str, Tensor], vocab_size: int) -> None:
         CheckpointError: it does not.
     """
     offsets = tensors["d2t"]
-    require(
-        offsets.dtype in (torch.int16, torch.int32, torch.int64),
-        f"tensor d2t is {offsets.dtype}; it must hold integers that reach all tokens",
-    )
+    valid = offsets.dtype in (torch.int16, torch.int32, torch.int64)
+    require(valid, f"tensor d2t is {offsets.dtype}; it must hold integers that reach all tokens")
     targets = target_ids(offsets)
     inside = (
         bool(((targets >= 0) & (targets < vocab_size)).all())
         and targets.unique().numel() == targets.numel()
     )
-    require(
-        inside,
-        f"d2t does not map {len(targets)} draft tokens to distinct tokens below {vocab_size}",
-    )
+    what = f"d2t does not map {len(targets)} draft tokens to distinct tokens below {vocab_size}"
+    require(inside, what)

@@ -201,12 +201,8 @@ class HFVerifier:
         self._tap(aux_layer_ids)
         each = self.attention.each
         plans = [backend.plan(rows.metadata) for backend in each]
-        paged = PagedForward(
-            [each[kind] for kind in self._kinds],
-            [plans[kind] for kind in self._kinds],
-            caches,
-            self.windows,
-        )
+        backends = [each[kind] for kind in self._kinds]
+        paged = PagedForward(backends, [plans[kind] for kind in self._kinds], caches, self.windows)
         output = self.model(
             input_ids=rows.token_ids[None],
             position_ids=rows.position_ids[None],

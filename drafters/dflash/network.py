@@ -137,15 +137,8 @@ class DFlashNetwork:
                 values.shape
             )
         for index, (cache, norm) in enumerate(zip(caches, self._norms, strict=True)):
-            self._ops.write(
-                self._attention,
-                rows[:, index, 0],
-                values[:, index],
-                norm,
-                turn,
-                cache,
-                slot_mapping,
-            )
+            key = rows[:, index, 0]
+            self._ops.write(self._attention, key, values[:, index], norm, turn, cache, slot_mapping)
 
     def _layer(self, layer: DFlashLayer, index: int) -> DecoderLayer:
         gemma, mlp = self._config.gemma, layer.mlp
@@ -156,11 +149,8 @@ class DFlashNetwork:
             else self._attention_of(layer.self_attn, index),
             "output": self._summed(layer.self_attn.o_proj),
         }
-        gated = GatedMLP(
-            _join(mlp.gate_proj, mlp.up_proj),
-            self._summed(mlp.down_proj),
-            "gelu_tanh" if gemma else "silu",
-        )
+        gate_up = _join(mlp.gate_proj, mlp.up_proj)
+        gated = GatedMLP(gate_up, self._summed(mlp.down_proj), "gelu_tanh" if gemma else "silu")
         # as Gemma has them
         if (
             layer.pre_feedforward_layernorm is not None

@@ -40,18 +40,14 @@ class SelectorConfig(HeadConfig):
     top_k: int = 16
 
     def __post_init__(self) -> None:
-        require(
-            1 <= self.rank <= MAX_RANK,
-            f"selector_rank is {self.rank}; it must lie in [1, {MAX_RANK:,}]",
-        )
+        valid = 1 <= self.rank <= MAX_RANK
+        require(valid, f"selector_rank is {self.rank}; it must lie in [1, {MAX_RANK:,}]")
         require(1 <= self.top_k <= 64, f"selector_top_k is {self.top_k}; it must lie in [1, 64]")
 
     def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
         most = sizes.draft_vocab_size
-        require(
-            self.top_k <= most,
-            f"selector_top_k is {self.top_k}; the drafter's vocabulary has {most} tokens",
-        )
+        what = f"selector_top_k is {self.top_k}; the drafter's vocabulary has {most} tokens"
+        require(self.top_k <= most, what)
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
         return {"candidate_selector": CandidateSelector(self, sizes)}

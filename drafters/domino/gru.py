@@ -49,10 +49,8 @@ class DominoConfig(HeadConfig):
     def __post_init__(self) -> None:
         for name, size in (("emb_dim", self.rank), ("gru_hidden_dim", self.state_size)):
             require(1 <= size <= MAX_WIDTH, f"{name} is {size}; it must lie in [1, {MAX_WIDTH:,}]")
-        require(
-            self.pure_prefix >= 0,
-            f"pure_draft_prefix_len is {self.pure_prefix}; it must be at least 0",
-        )
+        valid = self.pure_prefix >= 0
+        require(valid, f"pure_draft_prefix_len is {self.pure_prefix}; it must be at least 0")
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
         projection = nn.Sequential(
@@ -85,10 +83,8 @@ def parse_domino(keys: Keys) -> DominoConfig:
     """
     for name, plain in (("use_embed_proj", True), ("use_hidden_proj", False)):
         stated = keys.flag(name)
-        require(
-            stated in (None, plain),
-            f"Domino with {name} {stated!r} is not supported yet; supported: {plain!r}",
-        )
+        what = f"Domino with {name} {stated!r} is not supported yet; supported: {plain!r}"
+        require(stated in (None, plain), what)
     return DominoConfig(
         keys.required("emb_dim"),
         keys.required("gru_hidden_dim"),

@@ -59,18 +59,14 @@ class MarkovConfig(HeadConfig):
     draft_top_k: int | None = None
 
     def __post_init__(self) -> None:
-        require(
-            1 <= self.rank <= MAX_RANK,
-            f"markov_rank is {self.rank}; it must lie in [1, {MAX_RANK:,}]",
-        )
+        valid = 1 <= self.rank <= MAX_RANK
+        require(valid, f"markov_rank is {self.rank}; it must lie in [1, {MAX_RANK:,}]")
         require(
             self.kind in KINDS, f"markov_head_type is {self.kind!r}; supported: {', '.join(KINDS)}"
         )
         top_k = self.draft_top_k
-        require(
-            top_k is None or 1 <= top_k <= 64,
-            f"dspark_draft_topk is {top_k}; it must lie in [1, 64], or be left out",
-        )
+        valid = top_k is None or 1 <= top_k <= 64
+        require(valid, f"dspark_draft_topk is {top_k}; it must lie in [1, 64], or be left out")
 
     def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
         require(

@@ -176,10 +176,8 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
             count == config.num_taps,
             f"{name} is {count}, but {config.num_taps} layers are tapped; correct the wrong one",
         )
-    require(
-        not (config.norm_before_fc and config.fc_norm),
-        "norm_before_fc and fc_norm exclude each other; one must be false",
-    )
+    valid = not (config.norm_before_fc and config.fc_norm)
+    require(valid, "norm_before_fc and fc_norm exclude each other; one must be false")
     return config
 
 
@@ -188,12 +186,8 @@ def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any]) -> N
     known = _OWN_KEYS | _PLAIN_VALUES.keys()
     check_known(own, known, "eagle_config")
     flat = "speculators_model_type" not in raw
-    check_known(
-        raw,
-        known | _BESIDE_LAYERS | (_OF_FLAT_FILES if flat else set()),
-        "config.json",
-        copies=flat,
-    )
+    allowed = known | _BESIDE_LAYERS | (_OF_FLAT_FILES if flat else set())
+    check_known(raw, allowed, "config.json", copies=flat)
     layers = section(raw, "transformer_layer_config")
     check_known(layers, known, "transformer_layer_config", copies=True)
     for place in (raw, layers):
@@ -207,10 +201,8 @@ def _or(value: int | None, default: int) -> int:
 
 def _mask(keys: Keys, vocab_size: int) -> int:
     mask = next((keys.integer(name) for name in MASKS if keys.find(name) is not None), None)
-    require(
-        mask is not None,
-        "config.json lacks mask_token_id, which a head that drafts in parallel has",
-    )
+    given = mask is not None
+    require(given, "config.json lacks mask_token_id, which a head that drafts in parallel has")
     assert mask is not None
     require(0 <= mask < vocab_size, f"mask_token_id {mask} lies outside {vocab_size} embeddings")
     return mask
@@ -218,10 +210,8 @@ def _mask(keys: Keys, vocab_size: int) -> int:
 
 def _verifier_name(raw: Mapping[str, Any]) -> str | None:
     name = section(section(raw, "speculators_config"), "verifier").get("name_or_path")
-    require(
-        name is None or isinstance(name, str),
-        f"the verifier's name_or_path is {name!r}; it must be a string",
-    )
+    valid = name is None or isinstance(name, str)
+    require(valid, f"the verifier's name_or_path is {name!r}; it must be a string")
     return name
 
 

@@ -127,10 +127,8 @@ def _said(shape: Mapping[str, Any], keys: Keys, made: type[Layers]) -> dict[str,
 
 def _epsilon(keys: Keys) -> float | None:
     value = keys.number("rms_norm_eps")
-    require(
-        value is None or 0 < value <= 1,
-        f"rms_norm_eps is {value}; it must be above 0, and at most 1",
-    )
+    valid = value is None or 0 < value <= 1
+    require(valid, f"rms_norm_eps is {value}; it must be above 0, and at most 1")
     return value
 
 

@@ -115,9 +115,7 @@ def settled(stated: StatedTaps, num_target_layers: int | None) -> tuple[int, ...
     if stated.layers is None or not stated.unsure:
         return stated.layers
     ids = [layer + 1 for layer in stated.layers]
-    require(
-        num_target_layers is not None,
-        f"{IDS} {ids} may count the embeddings or not; name the target with --model",
-    )
+    given = num_target_layers is not None
+    require(given, f"{IDS} {ids} may count the embeddings or not; name the target with --model")
     assert num_target_layers is not None
     return taps(stated, num_target_layers)

@@ -61,10 +61,8 @@ def align(rows: Tensor, places: Tensor, ends: Tensor) -> Alignment:
     steps = torch.where(away >= 0, away.float(), 0.5 - away)
     found = (lengths - 0.5 * (1 + steps).log2()).max(dim=1)
     reached = found.values > 0
-    return Alignment(
-        torch.where(reached, first + found.indices + 1, places),
-        torch.where(reached, lengths.gather(1, found.indices[:, None])[:, 0], 0.0).long(),
-    )
+    run_lengths = torch.where(reached, lengths.gather(1, found.indices[:, None])[:, 0], 0.0).long()
+    return Alignment(torch.where(reached, first + found.indices + 1, places), run_lengths)
 
 
 def following(rows: Tensor, places: Tensor, count: int) -> Tensor:

@@ -142,11 +142,9 @@ class BoundCopier(BoundDrafter):
 
     def _align(self, batch: DecodeBatch) -> Alignment:
         ends = self.ends.index_select(0, batch.slots)
-        return align(
-            self.rows.index_select(0, batch.slots),
-            self.places.index_select(0, batch.slots),
-            torch.cat([ends[:, 1:], batch.anchors[:, None]], dim=1),
-        )
+        rows = self.rows.index_select(0, batch.slots)
+        places = self.places.index_select(0, batch.slots)
+        return align(rows, places, torch.cat([ends[:, 1:], batch.anchors[:, None]], dim=1))
 
 
 class BoundPredicted(BoundComposed):

@@ -205,12 +205,10 @@ class BoundSequential(TokenByToken):
             token_ids = token_ids.masked_fill(masked, network.mask.token_id)
             if features is not None:
                 features = torch.where(masked.view(-1, 1), network.mask.features, features)
+        max_seq_len = max(batch.max_seq_len, width)
+        min_seq_len = max(width, batch.min_seq_len - self._ahead + wanted)
         metadata = batch.rows_from(
-            first,
-            positions,
-            max_seq_len=max(batch.max_seq_len, width),
-            min_seq_len=max(width, batch.min_seq_len - self._ahead + wanted),
-            written=due,
+            first, positions, max_seq_len=max_seq_len, min_seq_len=min_seq_len, written=due
         )
         position_ids = positions.clamp(max=batch.max_model_len - 1).flatten()
         starts = torch.arange(0, batch.num_reqs * width, width, device=device)

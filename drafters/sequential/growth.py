@@ -122,16 +122,12 @@ class Growth:
             behind = features.view(batch.num_reqs, -1, features.shape[1])
             behind = behind.gather(1, parents[..., None].expand(-1, -1, features.shape[1]))
             self._features = torch.cat([self._features, behind], dim=1)
-        metadata = replace(
-            batch.rows_behind(self._first, width, min_seq_len=batch.min_seq_len),
-            visibility="ancestors",
-            tree=TreeRows(self._ancestors.flatten(), self._depths[:, :width].reshape(-1)),
-        )
+        packed = batch.rows_behind(self._first, width, min_seq_len=batch.min_seq_len)
+        tree = TreeRows(self._ancestors.flatten(), self._depths[:, :width].reshape(-1))
+        metadata = replace(packed, visibility="ancestors", tree=tree)
+        flat = None if self._features is None else self._features.flatten(0, 1)
         rows = Rows(
-            self._token_ids.flatten(),
-            None if self._features is None else self._features.flatten(0, 1),
-            self._position_ids[:, :width].reshape(-1),
-            metadata,
+            self._token_ids.flatten(), flat, self._position_ids[:, :width].reshape(-1), metadata
         )
         places = torch.arange(batch.num_reqs * width, device=parents.device).view(-1, width)
         return rows, places[:, before:].reshape(-1)

@@ -56,17 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "cards": "say what each of N cards would hold, by arithmetic, and run nothing",
     }
     for name in BENCH_ALONE:
+        text = f"bench alone: {alone[name]}"
         parser.add_argument(
-            f"--{name}",
-            type=whole_number,
-            metavar="N",
-            default=argparse.SUPPRESS,
-            help=f"bench alone: {alone[name]}",
+            f"--{name}", type=whole_number, metavar="N", default=argparse.SUPPRESS, help=text
         )
-    ray_option(
-        parser.add_argument_group("cluster"),
-        "train in processes of a Ray cluster that all see the run's folder",
-    )
+    group = parser.add_argument_group("cluster")
+    ray_option(group, "train in processes of a Ray cluster that all see the run's folder")
     parser.add_argument(
         "--workers",
         type=whole_number,

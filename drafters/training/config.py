@@ -330,13 +330,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     names = [info.name for info in fields(TrainConfig)]
     starts = [names.index(first) for first in _GROUPS.values()]
     for title, start, end in zip(_GROUPS, starts, [*starts[1:], None], strict=True):
+        group = parser.add_argument_group(title)
+        defaults = dict.fromkeys(names, argparse.SUPPRESS)
         add_options(
-            parser.add_argument_group(title),
-            TrainConfig,
-            names[start:end],
-            defaults=dict.fromkeys(names, argparse.SUPPRESS),
-            several=SEVERAL,
-            nargs="+",
+            group, TrainConfig, names[start:end], defaults=defaults, several=SEVERAL, nargs="+"
         )
 
 

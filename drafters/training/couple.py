@@ -125,10 +125,8 @@ def run(args: argparse.Namespace) -> int:
     del decoder
     gc.collect()  # the target is loaded once more
     coupling = _fitted(config, load, shape, tensors, answers)
-    write_text(
-        folder / CONFIG,
-        json.dumps(read_json(folder / CONFIG) | {"coupling": coupling.json()}, indent=2) + "\n",
-    )
+    text = json.dumps(read_json(folder / CONFIG) | {"coupling": coupling.json()}, indent=2) + "\n"
+    write_text(folder / CONFIG, text)
     _say(f"couple: written to {folder / CONFIG}")
     return 0
 

@@ -40,10 +40,8 @@ class TrainLog:
                 if row["step"].isdigit() and int(row["step"]) <= last_step
             ]
         if not quiet:
-            write_text(
-                self._path,
-                "".join(map(_line, [dict(zip(COLUMNS, COLUMNS, strict=True)), *self.rows])),
-            )
+            text = "".join(map(_line, [dict(zip(COLUMNS, COLUMNS, strict=True)), *self.rows]))
+            write_text(self._path, text)
             self._bar = _progress_bar()
 
     def write(self, row: dict[str, Any], progress: float) -> None:

@@ -76,11 +76,10 @@ class MasterOptimizer:
         ]
         matrices = [m for name, m in self.masters.items() if name in self._by_muon]
         if matrices:
-            self._parts.append(
-                torch.optim.Muon(
-                    matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-                )
+            muon = torch.optim.Muon(
+                matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
             )
+            self._parts.append(muon)
 
     def accumulate(self) -> None:
         """Adds the model's gradients to the masters' and clears them, but for shards."""

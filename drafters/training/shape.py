@@ -58,11 +58,8 @@ def dflash_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlash
         _check_taps(shape.target_layer_ids, verifier)
         shape = replace(shape, coupling=None)  # it was fitted to what the drafter said before
     shape = with_options(shape, config)
-    model = DFlashModel(
-        shape,
-        own_embeddings="embed_tokens.weight" in known,
-        own_head="lm_head.weight" in known,
-    )
+    own_embeddings = "embed_tokens.weight" in known
+    model = DFlashModel(shape, own_embeddings=own_embeddings, own_head="lm_head.weight" in known)
     for part in (model.embed_tokens, model.lm_head):  # they are kept as they are
         if part is not None:
             part.requires_grad_(False)
@@ -79,10 +76,8 @@ def dflash_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlash
             module.make_identity()
     some = torch.arange(min(1000, verifier.vocab_size), device=verifier.device)
     init_head(model, new, generator, verifier.embed(some).float().std().item())
-    model.load_state_dict(
-        {names[n]: tensor if n == "d2t" else tensor.float() for n, tensor in known.items()},
-        strict=False,
-    )
+    state = {names[n]: tensor if n == "d2t" else tensor.float() for n, tensor in known.items()}
+    model.load_state_dict(state, strict=False)
     return model
 
 

@@ -72,10 +72,9 @@ def say(text: str) -> None:
 
 
 def _answers(config: TrainConfig, device: torch.device) -> bool:
+    cache_config = CacheConfig(memory_bytes=config.kv_memory)
     engine = EngineConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_prefill_tokens=PREFILL_TOKENS,
-        cache=CacheConfig(memory_bytes=config.kv_memory),
+        max_num_seqs=config.max_num_seqs, max_prefill_tokens=PREFILL_TOKENS, cache=cache_config
     )
 
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -193,11 +192,9 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
     model.to(device, target.dtype)
     drafter = trained(model, target, config)
     folder, *others = drafter.export(config.folder)
-    chain, *trees = shapes_of(
-        model.config.max_draft_tokens,
-        model.config.draft_vocab_size or verifier.vocab_size,
-        trees=drafter.draws_trees and not target.tree_reasons,
-    )
+    vocab_size = model.config.draft_vocab_size or verifier.vocab_size
+    draws = drafter.draws_trees and not target.tree_reasons
+    chain, *trees = shapes_of(model.config.max_draft_tokens, vocab_size, trees=draws)
     if target.tree_reasons:
         say(f"finish: drafts are checked in chains alone: {'; '.join(target.tree_reasons)}")
     sampled = trees[0] if trees else chain

@@ -52,14 +52,10 @@ def causal_attention(
         mask = (distance >= 0) & (distance < sliding_window)
         # With a mask, the memory-efficient CUDA kernel takes only as many key heads as query heads.
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    is_causal = mask is None
+    enable_gqa = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scaling, enable_gqa=enable_gqa
     )
     return out.transpose(1, 2), None
 
@@ -164,13 +160,8 @@ class PackedForward:
         rope_lens = (
             None if rule is None else (batch.lengths * (batch.lengths > rule.start))[sequences]
         )
-        rows = ForwardInput(
-            batch.token_ids.flatten()[places],
-            positions,
-            metadata,
-            rope_lens=rope_lens,
-            slots=owners,
-        )
+        token_ids = batch.token_ids.flatten()[places]
+        rows = ForwardInput(token_ids, positions, metadata, rope_lens=rope_lens, slots=owners)
         final, tapped = self._verifier.hidden(rows, cache.layers, self._layer_ids)
         if (packing := batch.packing) is not None:
             places, num_seqs = packing.places[sequences] + positions, len(packing.slots)

@@ -114,11 +114,9 @@ class Trainer:
             teacher=target.head,
             columns=self._labels.columns,
         )
+        compiled = config.compile and self.drafter.compiles
         self.loss = ChunkedLoss(
-            self.objective,
-            rows=config.loss_rows,
-            weights=self.drafter.weights,
-            compile=config.compile and self.drafter.compiles,
+            self.objective, rows=config.loss_rows, weights=self.drafter.weights, compile=compiled
         )
         for layer in self.drafter.layers if config.compile and not sharded else ():
             compile_layer(layer)
@@ -265,11 +263,9 @@ class Trainer:
         features, final_hidden = self.target.features(batch)
         # Drawn for the whole batch, so that a step is the same however it is split.
         self._generator.manual_seed(hash((self.config.seed, self.step)) % 2**63)
+        width = batch.token_ids.shape[1]
         scores = torch.rand(
-            self.config.batch_size,
-            batch.token_ids.shape[1],
-            device=features.device,
-            generator=self._generator,
+            self.config.batch_size, width, device=features.device, generator=self._generator
         )
         context = self.drafter.context(batch, features)
         count, num_rows = self.config.anchors, self.model.config.max_draft_tokens

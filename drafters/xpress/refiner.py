@@ -117,10 +117,8 @@ def parse_xpress(keys: Keys) -> XPressConfig:
         ("xpress_num_passes", others, "num_jacobi_passes", passes),
         ("xpress_block_size", keys.integer("xpress_block_size"), "block_size", block),
     ):
-        require(
-            said is None or wanted in (said, None),
-            f"{name} is {said}, but {of} is {wanted}; correct the wrong one in config.json",
-        )
+        what = f"{name} is {said}, but {of} is {wanted}; correct the wrong one in config.json"
+        require(said is None or wanted in (said, None), what)
     passes = others if passes is None else passes
     return XPressConfig(rank, ratio, 6 if passes is None else passes)
 
@@ -161,10 +159,8 @@ class XPress(Refiner):
         module = self._module
         mean = module.down_g(rows.mean(dim=-2, keepdim=True))
         known = module.down_h(rows)
-        x = F.linear(
-            torch.cat([known, mean.expand_as(known)], dim=-1),
-            module.in_proj.weight[:, : 2 * self._rank],
-        )
+        inputs = torch.cat([known, mean.expand_as(known)], dim=-1)
+        x = F.linear(inputs, module.in_proj.weight[:, : 2 * self._rank])
         anchor = x[..., :1, :] + self._of_tokens(before)[..., None, :]
         return self._mixed(torch.cat([anchor, x[..., 1:, :]], dim=-2))[..., 1:, :].flatten(-2)
 

@@ -148,12 +148,11 @@ class Requests:
         self.table = torch.stack(
             [torch.cat([table, table[:1].expand(max(counts) + 2 - len(table))]) for table in tables]
         ).int()
-        places = torch.cat(
-            [
-                table.repeat_interleave(self.size)[:n]
-                for table, n in zip(tables, phase.lengths, strict=True)
-            ]
-        )
+        owned = [
+            table.repeat_interleave(self.size)[:n]
+            for table, n in zip(tables, phase.lengths, strict=True)
+        ]
+        places = torch.cat(owned)
         offsets = torch.cat([torch.arange(n) % self.size for n in phase.lengths])
         self.slots = places * self.size + offsets
         ends = accumulate(phase.lengths)

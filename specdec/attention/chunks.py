@@ -46,13 +46,11 @@ def in_chunks(metadata: AttentionMetadata, chunk: int, block_size: int) -> Atten
             stop = min(end, (start // chunk + 1) * chunk)
             pieces.append((request, start, stop))
             start = stop
-    host = torch.tensor(
-        [
-            [request for request, _, _ in pieces],
-            [start // chunk * blocks for _, start, _ in pieces],
-        ],
-        pin_memory=metadata.block_table.is_cuda,
-    )
+    numbers = [
+        [request for request, _, _ in pieces],
+        [start // chunk * blocks for _, start, _ in pieces],
+    ]
+    host = torch.tensor(numbers, pin_memory=metadata.block_table.is_cuda)
     owners, first_blocks = host.to(metadata.block_table.device, non_blocking=True)
     return AttentionMetadata.packed(
         [stop - start for _, start, stop in pieces],

@@ -87,10 +87,9 @@ class Latents:
         self.nope = normal(rows, heads, spec.qk_nope_head_dim).to(spec.dtype)
         self.rope = normal(rows, heads, spec.qk_rope_head_dim).to(spec.dtype)
         rank = spec.kv_lora_rank
-        self.up = UpProjection(
-            (normal(heads, spec.qk_nope_head_dim, rank) * rank**-0.5).to(spec.dtype),
-            (normal(heads, rank, spec.v_head_dim) * rank**-0.5).to(spec.dtype),
-        )
+        key = (normal(heads, spec.qk_nope_head_dim, rank) * rank**-0.5).to(spec.dtype)
+        value = (normal(heads, rank, spec.v_head_dim) * rank**-0.5).to(spec.dtype)
+        self.up = UpProjection(key, value)
 
     def deviations(self, attention: MlaBackend) -> Iterator[Deviation]:
         """How far attention is off, and what its choice of positions costs."""

@@ -155,8 +155,5 @@ def _table(spec: AttentionSpec | MlaSpec) -> dict[str, str]:
 
 def _resolve(name: str, spec: AttentionSpec | MlaSpec) -> Any:
     """The backend class called `name` for specs of this kind."""
-    return resolve(
-        _table(spec),
-        name,
-        "attention backend" if isinstance(spec, AttentionSpec) else "latent attention backend",
-    )
+    kind = "attention backend" if isinstance(spec, AttentionSpec) else "latent attention backend"
+    return resolve(_table(spec), name, kind)

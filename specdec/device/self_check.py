@@ -249,12 +249,8 @@ def run(check: Check) -> Verdict:
         return Verdict(f"{type(problem).__name__}{': ' if reason else ''}{reason}")
     spent = round((time.perf_counter() - start) * 1e3, 1)
     right = error <= bound  # false for NaN, too
-    return Verdict(
-        None if right else f"its error is {error:.2g}, where {bound:.2g} is allowed",
-        error,
-        bound,
-        spent,
-    )
+    failure = None if right else f"its error is {error:.2g}, where {bound:.2g} is allowed"
+    return Verdict(failure, error, bound, spent)
 
 
 def machine(device: torch.device) -> dict[str, str]:

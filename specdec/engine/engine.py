@@ -264,10 +264,8 @@ class SpecEngine:
         if not self.scheduler.working and all(
             not request.may_start for request in self.scheduler.waiting
         ):
-            wait_for(
-                [request.grammar.compiled for request in self._compiling if request.grammar],
-                IDLE_SECONDS,
-            )
+            futures = [request.grammar.compiled for request in self._compiling if request.grammar]
+            wait_for(futures, IDLE_SECONDS)
         waiting = [request for request in self._compiling if request.grammar]  # others have ended
         self._compiling = [request for request in waiting if not request.may_start]
         for request in waiting:

@@ -66,14 +66,10 @@ def plan_cache(
         num_slots=num_slots,
         max_rows=max_rows,
     )
-    reach = min(
-        (
-            spec.max_tokens
-            for spec in specs
-            if isinstance(spec, LatentLayerSpec) and spec.max_tokens
-        ),
-        default=None,
+    reaches = (
+        spec.max_tokens for spec in specs if isinstance(spec, LatentLayerSpec) and spec.max_tokens
     )
+    reach = min(reaches, default=None)
     if reach is not None and num_blocks * block_size > reach:
         logger.warning(
             "the KV cache is kept to %s tokens, as many as the kernels of %s address; the budget"

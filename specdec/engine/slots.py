@@ -150,13 +150,12 @@ class SlotState:
         """
         ended = [chunk for chunk in chunks if chunk.last]
         if ended:
-            slots, seq_lens, anchors = self.tensor(
-                [
-                    [chunk.request.slot for chunk in ended],
-                    [chunk.end for chunk in ended],
-                    [chunk.request.token_ids[-1] for chunk in ended],
-                ]
-            )
+            columns = [
+                [chunk.request.slot for chunk in ended],
+                [chunk.end for chunk in ended],
+                [chunk.request.token_ids[-1] for chunk in ended],
+            ]
+            slots, seq_lens, anchors = self.tensor(columns)
             self.seq_lens.index_copy_(0, slots, seq_lens)
             self.anchors.index_copy_(0, slots, anchors)
 
@@ -197,11 +196,8 @@ class SlotState:
             slots=slot_rows,
             max_pending=max_pending(chunks),
         )
-        return PrefillBatch(
-            forward=rows,
-            slots=slot_rows,
-            next_token_ids=self.tensor([next_token(chunk) for chunk in chunks]),
-        )
+        next_token_ids = self.tensor([next_token(chunk) for chunk in chunks])
+        return PrefillBatch(forward=rows, slots=slot_rows, next_token_ids=next_token_ids)
 
     def select(self, requests: Sequence[Request]) -> Selection:
         """The batch of these requests, with what is known of it from the step before."""
@@ -332,14 +328,12 @@ def next_token(chunk: Chunk) -> int:
 
 def max_pending(chunks: Sequence[Chunk]) -> int:
     """See `ForwardInput.max_pending`: those of the snapshots that prefills go on from."""
-    return max(
-        (
-            chunk.request.snapshot.pending
-            for chunk in chunks
-            if chunk.admitted and chunk.request.snapshot
-        ),
-        default=0,
+    pending = (
+        chunk.request.snapshot.pending
+        for chunk in chunks
+        if chunk.admitted and chunk.request.snapshot
     )
+    return max(pending, default=0)
 
 
 def samples_first_token(chunk: Chunk) -> bool:

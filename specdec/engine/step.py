@@ -354,13 +354,12 @@ class StepRunner:
         self._slots.begin(newcomers)
         if self.budget:
             self.budget.begin(self._slots.slot_indices(newcomers))
-        self.copy_states(
-            [
-                (request.snapshot.row, request.slot)
-                for request in newcomers
-                if request.snapshot is not None
-            ]
-        )
+        copies = [
+            (request.snapshot.row, request.slot)
+            for request in newcomers
+            if request.snapshot is not None
+        ]
+        self.copy_states(copies)
         if self.drafter:
             for request in newcomers:
                 self.drafter.begin(request.slot, request.token_ids)
@@ -420,10 +419,8 @@ class StepRunner:
         for request, count in scored:
             request.num_scored += count
         top = power_of_two(max(request.sampling.prompt_logprobs or 0 for request, _ in scored))
-        return ScoredPrompts(
-            scored,
-            logprobs_of(logits, self._slots.tensor(tokens), top).packed().view(len(tokens), -1),
-        )
+        table = logprobs_of(logits, self._slots.tensor(tokens), top).packed().view(len(tokens), -1)
+        return ScoredPrompts(scored, table)
 
     def copy_states(self, rows: Sequence[tuple[int, int]]) -> None:
         """Copies recurrent states, of all layers, from the first row of each pair to the second."""
@@ -447,9 +444,7 @@ class StepRunner:
                 memory = torch.empty(0, dtype=torch.int32, device=state.device)
                 masks = TokenMasks.empty(len(requests), 1, state.vocab_size, memory)
                 put(masks, fill(requests, 1, [[] for _ in requests], masks))
-        accepted = agreed(
-            accept(last_tokens, logits[:, None], None, sampling, last_positions, masks=masks),
-            self._group,
-        )
+        own = accept(last_tokens, logits[:, None], None, sampling, last_positions, masks=masks)
+        accepted = agreed(own, self._group)
         state.anchors.index_copy_(0, slots, accepted.next_anchors)
         return result_table(BlockShape(0), accepted)

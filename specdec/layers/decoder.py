@@ -115,16 +115,15 @@ class Decoder:
             after = None if layer.input_gate is None else layer.input_gate.norm
             last = Join(norm, after or layer.output_norm, residual_scale, layer.factor)
             before = Join(None, layer.output_norm, residual_scale)
-            self._places.append(
-                _Place(
-                    layer,
-                    Join(within, layer.attention_norm, residual_scale),
-                    last if after is None else before,
-                    last,
-                    following if layer.mlp is None else layer.mlp.linears[0],
-                    following,
-                )
+            place = _Place(
+                layer,
+                Join(within, layer.attention_norm, residual_scale),
+                last if after is None else before,
+                last,
+                following if layer.mlp is None else layer.mlp.linears[0],
+                following,
             )
+            self._places.append(place)
 
     @property
     def nbytes(self) -> int:

@@ -139,14 +139,9 @@ class PredictionLayers:
             assert wanted is not None
             return rows.index_select(0, wanted)
 
-        out, _ = decoder(
-            joined,
-            decoder.angles(position_ids, joined.dtype),
-            self.backends,
-            held,
-            [plans[backend] for backend in self.backends],
-            keep=keep if drops else None,
-        )
+        angles = decoder.angles(position_ids, joined.dtype)
+        own = [plans[backend] for backend in self.backends]
+        out, _ = decoder(joined, angles, self.backends, held, own, keep=keep if drops else None)
         return out if wanted is None or drops else keep(out)
 
     def following(self, out: Tensor) -> Tensor:

@@ -247,10 +247,8 @@ class DecodeBatch:
         else:
             places = self._places_of(tree)
             position_ids = places.position_ids
-            metadata = replace(
-                self.metadata(width, visibility="ancestors"),
-                tree=TreeRows(places.ancestors, places.depths),
-            )
+            packed = self.metadata(width, visibility="ancestors")
+            metadata = replace(packed, tree=TreeRows(places.ancestors, places.depths))
         if packing is not None:
             return self._packed(token_ids, position_ids, metadata, packing, max_pending)
         return ForwardInput(

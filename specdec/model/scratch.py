@@ -71,12 +71,9 @@ class ScratchCache:
             torch.tensor(table, dtype=torch.int32, device=self._device),
             self._tensor(slots),
         )
-        rows = ForwardInput(
-            self._tensor(chain.from_iterable(tokens for _, _, tokens in pieces)),
-            self._tensor(chain.from_iterable(positions)),
-            metadata,
-            slots=self._tensor(numbers),
-        )
+        token_ids = self._tensor(chain.from_iterable(tokens for _, _, tokens in pieces))
+        position_ids = self._tensor(chain.from_iterable(positions))
+        rows = ForwardInput(token_ids, position_ids, metadata, slots=self._tensor(numbers))
         if (lens := self._rope_lens) is not None:
             rows.rope_lens = self._tensor(lens[number] for number, _, some in pieces for _ in some)
         return rows

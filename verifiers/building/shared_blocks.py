@@ -64,23 +64,15 @@ class SharedBlocks:
         if use < self._count:
             self._blocks.append(self._block(layer, attention, norm, activation))
         block = self._blocks[use % self._count]
-        qkv = _adapted(
-            block.attention.qkv,
-            block.weights,
-            [f"self_attn.linear_{part}_adapter_list.{use}" for part in "qkv"],
-        )
+        names = [f"self_attn.linear_{part}_adapter_list.{use}" for part in "qkv"]
+        qkv = _adapted(block.attention.qkv, block.weights, names)
         gate_up = _adapted(
             block.mlp.gate_up, block.weights, [f"feed_forward.gate_up_proj_adapter_list.{use}"]
         )
+        adapted = replace(block.attention, qkv=qkv)
+        mlp = replace(block.mlp, gate_up=gate_up)
         return AfterSharedBlock(
-            block.norm,
-            replace(block.attention, qkv=qkv),
-            block.output,
-            block.mlp_norm,
-            replace(block.mlp, gate_up=gate_up),
-            projection,
-            norm_after,
-            linear,
+            block.norm, adapted, block.output, block.mlp_norm, mlp, projection, norm_after, linear
         )
 
     def _block(

@@ -48,12 +48,8 @@ def _hybrid(config: Any, common: Mapping[str, Any]) -> Description:
     experts = config.num_local_experts
     if config.position_embedding_type != "rope":
         common = {**common, "ropes": [None] * config.num_hidden_layers}
-    return _granite(
-        config,
-        common,
-        names=_HYBRID_NAMES if experts else (*_HYBRID_NAMES, (r"\.mlp\.shared_expert\.", ".mlp.")),
-        routing=routing_of(config) if experts else None,
-    )
+    names = _HYBRID_NAMES if experts else (*_HYBRID_NAMES, (r"\.mlp\.shared_expert\.", ".mlp."))
+    return _granite(config, common, names=names, routing=routing_of(config) if experts else None)
 
 
 def _granite_entries(facts: Facts, entries: Entries) -> Entries:

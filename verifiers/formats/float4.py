@@ -54,14 +54,8 @@ def float4(
         what = f"{module!r} holds 4-bit floats as {str(codes.dtype)[6:]}"
         raise CheckpointError(f"{what}; pairs in uint8 are read, so take another checkpoint")
     shape = [*codes.shape[:-1], codes.shape[-1] * 2]
-    return PackedWeight(
-        codes.contiguous(),
-        per_output(as_number(scale), module, shape, (1, group)),
-        None,
-        group,
-        "e2m1",
-        dtype,
-    )
+    scales = per_output(as_number(scale), module, shape, (1, group))
+    return PackedWeight(codes.contiguous(), scales, None, group, "e2m1", dtype)
 
 
 def nvfp4(

@@ -219,10 +219,8 @@ class Recipes:
             end = start + key_heads * width
             parts.append(torch.arange(start, end).unflatten(0, (key_heads, width)))
             start = end
-        return Recipe(
-            (f"{block}.attn_qkv.weight", f"{block}.attn_gate.weight"),
-            rows=torch.cat(parts, dim=1).flatten(),
-        )
+        sources = (f"{block}.attn_qkv.weight", f"{block}.attn_gate.weight")
+        return Recipe(sources, rows=torch.cat(parts, dim=1).flatten())
 
     def _values(self, width: int) -> Tensor | None:
         """The order of rows of value heads, `width` in each; None where it is the file's."""

@@ -83,10 +83,8 @@ def write_checkpoint(
         CheckpointError: incomplete tensors, what the layout cannot express, a taken path.
         CapacityError, InvalidInputError: it cannot be written.
     """
-    require(
-        "mask_embedding" not in tensors,
-        f"a drafter with its own {_MASK} can be read, but not written",
-    )
+    plain = "mask_embedding" not in tensors
+    require(plain, f"a drafter with its own {_MASK} can be read, but not written")
     _check_tensors(config, tensors)
     dtype = dtype or tensors["fc.weight"].dtype
     stored = {
@@ -95,12 +93,8 @@ def write_checkpoint(
     }
     if "d2t" in stored:
         stored["t2d"] = drafted(stored["d2t"], config.vocab_size)
-    write_folder(
-        Path(path),
-        config_json(config, layout, dtype=str(dtype).removeprefix("torch.")),
-        written_names(stored, layout),
-        over=over,
-    )
+    content = config_json(config, layout, dtype=str(dtype).removeprefix("torch."))
+    write_folder(Path(path), content, written_names(stored, layout), over=over)
 
 
 def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
@@ -108,10 +102,8 @@ def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
     content = read_pickle(file)
     if isinstance(content, Mapping):
         token = content.get("mask_token_id", config.mask_token_id)
-        require(
-            token == config.mask_token_id,
-            f"{file.name} is of token {token}, mask_token_id is {config.mask_token_id}",
-        )
+        what = f"{file.name} is of token {token}, mask_token_id is {config.mask_token_id}"
+        require(token == config.mask_token_id, what)
         content = next(
             (content[name] for name in ("embedding", "mask_embedding") if name in content), None
         )
@@ -122,10 +114,8 @@ def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
     )
     require(right, f"{file.name} holds no row of {config.hidden_size} numbers; download it again")
     assert isinstance(content, Tensor)
-    require(
-        bool(content.isfinite().all()),
-        f"{file.name} holds NaN or infinite values; download it again",
-    )
+    finite = bool(content.isfinite().all())
+    require(finite, f"{file.name} holds NaN or infinite values; download it again")
     return content.reshape(-1)
 
 

@@ -130,48 +130,36 @@ class DFlashConfig:
             f"{self.num_attention_heads} query heads on {self.num_key_value_heads} key heads of"
             f" {self.head_dim}: the first must be a multiple of the second, the third even",
         )
-        require(
-            bool(self.windows) and len(self.windows) == len(self.causal),
-            "windows and causal must have one entry per layer",
-        )
+        valid = bool(self.windows) and len(self.windows) == len(self.causal)
+        require(valid, "windows and causal must have one entry per layer")
         right = all(w is None or 1 <= w < 2**31 for w in self.windows)
         require(right, f"sliding windows are {self.windows}; they must be positive and below 2**31")
-        require(
-            bool(self.target_layer_ids),
-            "no target layers are tapped; a DFlash drafter needs at least one",
-        )
+        tapped = bool(self.target_layer_ids)
+        require(tapped, "no target layers are tapped; a DFlash drafter needs at least one")
         require(
             min(self.target_layer_ids) >= -1,
             f"target layer ids are {list(self.target_layer_ids)}; they must be layers 0, 1, ... or"
             f" -1 for the embedding output",
         )
-        require(
-            0 <= self.mask_token_id < self.vocab_size,
-            f"mask_token_id {self.mask_token_id} lies outside {self.vocab_size} embeddings",
-        )
+        what = f"mask_token_id {self.mask_token_id} lies outside {self.vocab_size} embeddings"
+        require(0 <= self.mask_token_id < self.vocab_size, what)
         rope_type = self.rope_parameters.get("rope_type")
         supported = ", ".join(STATIC_ROPE_TYPES)
-        require(
-            rope_type in STATIC_ROPE_TYPES,
-            f"RoPE type {rope_type!r} is not supported; supported: {supported}",
-        )
+        known = rope_type in STATIC_ROPE_TYPES
+        require(known, f"RoPE type {rope_type!r} is not supported; supported: {supported}")
         rotated = self.head_dim * (self.rope_parameters.get("partial_rotary_factor") or 1.0)
         require(
             0 < rotated <= self.head_dim and (rope_type == "proportional" or int(rotated) % 2 == 0),
             f"RoPE turns {rotated:g} of {self.head_dim} numbers of a head; it must be an even part"
             f" of them",
         )
-        require(
-            not (self.interleaved and self.keys_as_values),
-            "interleaved RoPE where keys are values too is not supported",
-        )
+        valid = not (self.interleaved and self.keys_as_values)
+        require(valid, "interleaved RoPE where keys are values too is not supported")
         self._check_convolutions()
         if self.latent is not None:
             self._check_latent(self.latent)
-        require(
-            self.head is not None or not self.tied_tables,
-            "tied_tables without a head; leave it out",
-        )
+        valid = self.head is not None or not self.tied_tables
+        require(valid, "tied_tables without a head; leave it out")
         if self.head is not None:
             self.head.check(self.head_sizes, sample_from_anchor=self.sample_from_anchor)
         if self.coupling is not None:

@@ -38,10 +38,8 @@ def misreading(config: DFlashConfig, layout: Layout) -> str | None:
 def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     """What both layouts say about layers: Qwen3's config and rarer values of the drafter."""
     windows = {window for window in config.windows if window is not None}
-    require(
-        len(windows) <= 1,
-        f"layers have windows of {sorted(windows)}; config.json can name one for all of them",
-    )
+    what = f"layers have windows of {sorted(windows)}; config.json can name one for all of them"
+    require(len(windows) <= 1, what)
     rope = dict(config.rope_parameters)
     if partial := rope.get("partial_rotary_factor"):
         # without which the factor would be taken for the target's
@@ -99,10 +97,8 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         causal == (window is not None)
         for window, causal in zip(config.windows, config.causal, strict=True)
     )
-    require(
-        by_kind or len(set(config.causal)) == 1,
-        f"causality {config.causal} by layer has no key in the z-lab layout",
-    )
+    uniform = by_kind or len(set(config.causal)) == 1
+    require(uniform, f"causality {config.causal} by layer has no key in the z-lab layout")
     own = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
@@ -145,10 +141,8 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     kinds = list(zip(config.windows, config.causal, strict=True))
     sliding = {causal for window, causal in kinds if window is not None}
     full = {causal for window, causal in kinds if window is None}
-    require(
-        True not in full and len(sliding) <= 1,
-        f"causality {config.causal} by layer has no key in the speculators layout",
-    )
+    uniform = True not in full and len(sliding) <= 1
+    require(uniform, f"causality {config.causal} by layer has no key in the speculators layout")
     require(
         config.num_target_layers is None
         or config.num_target_layers - 1 not in config.target_layer_ids,
@@ -160,10 +154,8 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "tied tables have no key in the speculators layout; write the tables themselves",
     )
     architecture = ARCHITECTURES[config.algorithm].get("speculators")
-    require(
-        architecture is not None,
-        f"the speculators layout has no {config.algorithm}; write the z-lab layout",
-    )
+    known = architecture is not None
+    require(known, f"the speculators layout has no {config.algorithm}; write the z-lab layout")
     drafts = config.speculative_tokens or config.max_draft_tokens
     target = config.verifier_name, config.verifier_architectures
     return {

@@ -80,10 +80,8 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     keys = Keys([own, raw, section(raw, "transformer_layer_config"), family.defaults])
     _check_keys(raw, keys, own, family)
     layer_count = keys.required("num_hidden_layers")
-    require(
-        1 <= layer_count <= MAX_LAYERS,
-        f"num_hidden_layers is {layer_count}; it must lie in [1, {MAX_LAYERS:,}]",
-    )
+    valid = 1 <= layer_count <= MAX_LAYERS
+    require(valid, f"num_hidden_layers is {layer_count}; it must lie in [1, {MAX_LAYERS:,}]")
     # The first releases of speculators had no causal layers, and no key to say so.
     windows, causal = _layer_kinds(keys, layer_count, non_causal="speculators_model_type" in raw)
     keys_as_values = family.gemma and _or(keys.flag("attention_k_eq_v"), False)
@@ -94,10 +92,8 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     head_dim = _head_dim(keys, family, hidden_size // max(heads, 1))
     verifier = section(section(raw, "speculators_config"), "verifier")
     architectures = verifier.get("architectures") or keys.find("verifier_architectures") or []
-    require(
-        isinstance(architectures, list),
-        f"the verifier's architectures are {architectures!r}; they must be a list",
-    )
+    valid = isinstance(architectures, list)
+    require(valid, f"the verifier's architectures are {architectures!r}; they must be a list")
     block_size, recommended = keys.required("block_size"), _recommended(raw, keys)
     if Keys(keys.places[:-1]).find("block_size") is None:
         text = "config.json lacks block_size: %d is taken, as engines do for such drafters"
@@ -187,12 +183,8 @@ def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any], fami
     known = _OWN_KEYS | HEAD_KEYS | plain.keys()
     check_known(own, known, "dflash_config")
     of_speculators = "speculators_model_type" in raw
-    check_known(
-        raw,
-        known | (_BESIDE_LAYERS if of_speculators else _OF_FLAT_FILES),
-        "config.json",
-        copies=not of_speculators,
-    )
+    allowed = known | (_BESIDE_LAYERS if of_speculators else _OF_FLAT_FILES)
+    check_known(raw, allowed, "config.json", copies=not of_speculators)
     layers = section(raw, "transformer_layer_config")
     check_known(layers, known, "transformer_layer_config", copies=True)
     for place in (own, raw, layers):
@@ -207,10 +199,8 @@ def _target_layer_ids(keys: Keys, layer_count: int, *, guesses: bool) -> tuple[i
     """
     ids, shift = keys.find("target_layer_ids"), 0
     if ids is None:
-        ids = _or(
-            keys.find("aux_hidden_state_layer_ids"),
-            keys.find("eagle_aux_hidden_state_layer_ids"),
-        )
+        named = keys.find("aux_hidden_state_layer_ids")
+        ids = _or(named, keys.find("eagle_aux_hidden_state_layer_ids"))
         shift = 1
     if ids is None:
         num_target_layers = _or(keys.integer("num_target_layers"), 0)

@@ -44,10 +44,8 @@ def zlab_names(tensors: Mapping[str, Tensor], config: DFlashConfig) -> dict[str,
             found[name] = tensor
             continue
         rows = sum(parts.values())
-        require(
-            len(tensor) == rows,
-            f"tensor {name} has {len(tensor)} rows, config.json asks for {rows}",
-        )
+        fits = len(tensor) == rows
+        require(fits, f"tensor {name} has {len(tensor)} rows, config.json asks for {rows}")
         around = module.rpartition(".")[0]
         split = torch.split(tensor, list(parts.values()))
         found |= {

@@ -67,10 +67,8 @@ def _turned_part(
     sets = [parameters for place in keys.places for _, parameters in rope_sets(place)]
     width = Keys(sets).integer("rope_dim")
     if width is not None:
-        require(
-            0 < width <= head_dim,
-            f"rope_dim is {width}; it must lie in [1, {head_dim}], the size of a head",
-        )
+        what = f"rope_dim is {width}; it must lie in [1, {head_dim}], the size of a head"
+        require(0 < width <= head_dim, what)
         return rotary_factor(width, head_dim)
     own = Keys(keys.places[:1]).number("partial_rotary_factor")
     if (

@@ -38,12 +38,10 @@ def sampling_of(
     config: TrainConfig, temperature: float, seed: int, few_shot: bool
 ) -> SamplingParams:
     """How an answer is drawn, and drawn again."""
+    top_p = config.top_p if temperature > 0 else 1.0
+    stop = (FEW_SHOT_STOP,) if few_shot else ()
     return SamplingParams(
-        max_tokens=config.max_tokens,
-        temperature=temperature,
-        top_p=config.top_p if temperature > 0 else 1.0,
-        seed=seed,
-        stop=(FEW_SHOT_STOP,) if few_shot else (),
+        max_tokens=config.max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
     )
 
 

@@ -116,12 +116,9 @@ def _prompt(row: Row, place: str) -> TrainingPrompt | None:
         return None
     start = [(role, text) for role, text in messages[: users[0]] if role == "system"]
     answer = row.get("answer")
-    return TrainingPrompt(
-        place,
-        (*start, messages[users[0]]),
-        answer if isinstance(answer, str) else None,
-        later=tuple(messages[i][1] for i in users[1:]),
-    )
+    told = (*start, messages[users[0]])
+    said = answer if isinstance(answer, str) else None
+    return TrainingPrompt(place, told, said, later=tuple(messages[i][1] for i in users[1:]))
 
 
 def few_shot_text(examples: Sequence[TrainingPrompt], question: str) -> str:
@@ -157,13 +154,8 @@ def vary(prompt: TrainingPrompt, random: Random, version: int) -> TrainingPrompt
 
     text = _WORD.sub(other_name, _INTEGER.sub(other_number, prompt.question))
     messages = (*prompt.messages[:-1], ("user", text))
-    return replace(
-        prompt,
-        source=f"{prompt.source} version {version + 1}",
-        messages=messages,
-        answer=None,
-        later=(),
-    )
+    source = f"{prompt.source} version {version + 1}"
+    return replace(prompt, source=source, messages=messages, answer=None, later=())
 
 
 _KNOWN_NAMES = frozenset(FIRST_NAMES)

@@ -192,12 +192,8 @@ def block_hidden(
     kinds = list(zip(config.causal, config.windows, strict=True))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(
-            kinds[layer],
-            query,
-            torch.cat([keys[layer], key], dim=1),
-            torch.cat([values[layer], value], dim=1),
-        )
+        joined = torch.cat([keys[layer], key], dim=1)
+        return attention(kinds[layer], query, joined, torch.cat([values[layer], value], dim=1))
 
     hidden = model.block_forward(embed(token_ids.flatten(1)), positions.flatten(1), attend)
     if packing is not None:

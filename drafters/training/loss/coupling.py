@@ -140,11 +140,8 @@ def _alternatives(
     )
     # A drawn token stands for as many as there are for each draw, and for none where it is named
     # already.
-    drawn = torch.where(
-        named.gather(1, others),
-        -torch.inf,
-        torch.full((), vocab_size / OTHERS, device=labels.device).log(),
-    )
+    weight = torch.full((), vocab_size / OTHERS, device=labels.device).log()
+    drawn = torch.where(named.gather(1, others), -torch.inf, weight)
     once = torch.where(best == labels[:, None], -torch.inf, 0.0)
     counts = torch.cat([torch.zeros_like(once[:, :1]), once, drawn], dim=1)
     return Choices(

@@ -37,11 +37,9 @@ def new_head(config: TrainConfig) -> HeadConfig | None:
         return DominoConfig(config.head_rank, config.head_state)
     if config.head == "lilicorr":
         width = config.head_state
+        num_heads = max(width // 64, 1)
         return LatticeConfig(
-            width,
-            config.head_candidates,
-            num_heads=max(width // 64, 1),
-            factor_dim=config.head_rank,
+            width, config.head_candidates, num_heads=num_heads, factor_dim=config.head_rank
         )
     if config.head == "xpress":
         return XPressConfig(config.head_rank)

@@ -134,12 +134,9 @@ class BlockAttention:
         first_key, last_key = ((x - context_len) // block_size for x in (start, end - 1))
         own = (first_key <= owners[:, -1:]) & (last_key >= owners[:, :1])
         tiles = [_in_order(part) for part in ((seen | own) & ~whole, whole)]
+        seq_lengths = (rows, context_len + rows)
         return BlockMask.from_kv_blocks(
-            *tiles[0],
-            *tiles[1],
-            BLOCK_SIZE=TILE,
-            mask_mod=mask_mod,
-            seq_lengths=(rows, context_len + rows),
+            *tiles[0], *tiles[1], BLOCK_SIZE=TILE, mask_mod=mask_mod, seq_lengths=seq_lengths
         )
 
     def __call__(self, kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -152,14 +152,8 @@ def own_kernel(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows
 
 def gathered_kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:
     """Attends where the kernel cannot read the cache, which is gathered first."""
-    out: Tensor = blocks(
-        setup,
-        group,
-        layer,
-        rows.query,
-        gathered(setup, group, layer, rows.query.dtype),
-        group.seq_lens,
-    )
+    cached = gathered(setup, group, layer, rows.query.dtype)
+    out: Tensor = blocks(setup, group, layer, rows.query, cached, group.seq_lens)
     return out.view(rows.query.shape)
 
 

@@ -204,10 +204,8 @@ def plan_groups(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
         members.setdefault(
             "decode" if count == 1 else "prefill" if count == length else "extend", []
         ).append(i)
-    return AiterPlan(
-        [_group(metadata, phase, m, block_size) for phase, m in members.items()],
-        metadata.slot_mapping,
-    )
+    groups = [_group(metadata, phase, m, block_size) for phase, m in members.items()]
+    return AiterPlan(groups, metadata.slot_mapping)
 
 
 def plan_packed(metadata: AttentionMetadata, block_size: int) -> AiterPlan:

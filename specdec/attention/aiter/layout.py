@@ -25,10 +25,8 @@ def shuffled(cache: LayerCache) -> LayerCache:
     """The shuffled views of a layer's cache."""
     blocks, size, heads, dim = cache.key.shape
     x = 16 // cache.key.element_size()
-    return LayerCache(
-        cache.key.view(blocks, heads, dim // x, size, x),
-        cache.value.view(blocks, heads, size // x, dim, x),
-    )
+    key = cache.key.view(blocks, heads, dim // x, size, x)
+    return LayerCache(key, cache.value.view(blocks, heads, size // x, dim, x))
 
 
 def read_rows(

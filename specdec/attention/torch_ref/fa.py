@@ -328,11 +328,8 @@ def _weigh(
     scores = scores + mask.float()
     if sinks is not None:
         num_kv_heads, rows = scores.shape[1:3]
-        sink = (
-            sinks.float()
-            .view(num_kv_heads, -1)
-            .repeat_interleave(rows * num_kv_heads // len(sinks), dim=1)
-        )
+        repeats = rows * num_kv_heads // len(sinks)
+        sink = sinks.float().view(num_kv_heads, -1).repeat_interleave(repeats, dim=1)
         scores = torch.cat([scores, sink[None, :, :, None].expand(*scores.shape[:-1], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : k.shape[2]]
     return (weights @ v).to(q.dtype)

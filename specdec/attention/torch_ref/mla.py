@@ -84,11 +84,8 @@ class TorchRefMlaBackend(SparseMlaBackend):
                 query = rows.query[segment.rows].unflatten(0, (-1, width)).float()
                 weights = rows.weights[segment.rows].unflatten(0, (-1, width))
                 key = _gather(keys, segment.blocks, len(seen))[:, :num_keys].float()
-                scores = (
-                    (query.flatten(1, 2) @ key.transpose(1, 2))
-                    .relu()
-                    .unflatten(1, query.shape[1:3])
-                )
+                shape = query.shape[1:3]
+                scores = (query.flatten(1, 2) @ key.transpose(1, 2)).relu().unflatten(1, shape)
                 # [num_reqs, width, num_keys]
                 scores = (weights[:, :, None] @ scores)[:, :, 0].masked_fill(~seen, -torch.inf)
                 best = scores.topk(topk, dim=-1)

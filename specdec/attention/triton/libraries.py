@@ -72,12 +72,11 @@ def check_rectangle(rectangle: Rectangle, spec: AttentionSpec) -> Deviation:
     """Small ones of both kinds; the denominators may be off by as much as the type of the output
     rounds.
     """
-    return worst(
-        [
-            _deviation(rectangle, spec, 192, causal=False),
-            _deviation(rectangle, spec, 64, causal=True),
-        ]
-    )
+    deviations = [
+        _deviation(rectangle, spec, 192, causal=False),
+        _deviation(rectangle, spec, 64, causal=True),
+    ]
+    return worst(deviations)
 
 
 def _deviation(

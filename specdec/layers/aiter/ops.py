@@ -68,10 +68,8 @@ class AiterOps(TritonOps):
         width = joined.shape[1] // (1 if activation in PLAIN else 2)
         fits = self._aiter.has_activation(activation) and not width % VECTOR
         if not (fits and joined.is_contiguous()):
-            keep_ours(
-                f"the activation {activation} of {width}",
-                f"AITER has silu and gelu_tanh, of multiples of {VECTOR}",
-            )
+            what = f"the activation {activation} of {width}"
+            keep_ours(what, f"AITER has silu and gelu_tanh, of multiples of {VECTOR}")
             return super().activate(joined, activation)
         return self._aiter.gated(joined, activation)
 

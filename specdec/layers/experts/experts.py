@@ -138,13 +138,9 @@ def expert_deviation(layer: Experts, count: int, device: torch.device) -> Deviat
 def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
     from specdec.layers.experts import triton_experts  # it imports Triton
 
-    layer = Experts(
-        normal(6, 320, 128).to(dtype) / 8,
-        normal(6, 128, 160).to(dtype) / 8,
-        "silu",
-        normal(6, 320).to(dtype),
-        normal(6, 128).to(dtype),
-    )
+    into = normal(6, 320, 128).to(dtype) / 8
+    out_of = normal(6, 128, 160).to(dtype) / 8
+    layer = Experts(into, out_of, "silu", normal(6, 320).to(dtype), normal(6, 128).to(dtype))
     for rows in (1, 5, triton_experts.FEW_ROWS + 6):
         yield expert_deviation(layer, rows, device)
     gate_up, down = normal(4, 320, 128).to(dtype) / 8, normal(4, 128, 160).to(dtype) / 8

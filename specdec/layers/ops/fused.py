@@ -26,13 +26,12 @@ def check_fused_layers(device: torch.device, dtype: torch.dtype) -> Deviation:
     """Norms of one and of many warps, partial sums, SwiGLU, and RoPE with and without the cache
     write.
     """
-    return worst(
-        [
-            *_norm_deviations(device, dtype),
-            _swiglu_deviation(device, dtype),
-            *_rope_deviations(device, dtype),
-        ]
-    )
+    deviations = [
+        *_norm_deviations(device, dtype),
+        _swiglu_deviation(device, dtype),
+        *_rope_deviations(device, dtype),
+    ]
+    return worst(deviations)
 
 
 def norms(device: torch.device, dtype: torch.dtype) -> Ways:

@@ -141,14 +141,8 @@ def _weight(code: Code, shape: tuple[int, ...], dtype: torch.dtype) -> PackedWei
         0, 256, (*outer, inputs // (1 + halves)), generator=torch.Generator().manual_seed(inputs)
     )
     zero = (2 * normal(*scale.shape)).round() + 7 if code == "int4" else None
-    return PackedWeight(
-        codes.to(torch.uint8) if halves else (codes - 128).to(torch.int8),
-        scale,
-        zero,
-        32,
-        code,
-        dtype,
-    )
+    stored = codes.to(torch.uint8) if halves else (codes - 128).to(torch.int8)
+    return PackedWeight(stored, scale, zero, 32, code, dtype)
 
 
 def random_blocks(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> GgufWeight:

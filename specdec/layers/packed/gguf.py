@@ -327,11 +327,8 @@ def _widened(parts: Sequence[_Numbers]) -> list[_Numbers]:
         each = 1 if minimum is None else 2  # scales of 256 inputs
         minimum = torch.zeros_like(scale) if minimum is None else minimum
         if outer is not None and not nested:
-            factors = (
-                outer.float()
-                .unflatten(-1, (-1, each))
-                .repeat_interleave(OUTER // part.group, dim=-2)
-            )
+            groups = OUTER // part.group
+            factors = outer.float().unflatten(-1, (-1, each)).repeat_interleave(groups, dim=-2)
             scale, minimum = scale * factors[..., 0], minimum * factors[..., -1]
         if outer is not None and nested and minima and each == 1:  # scales of minima that are 0
             outer = torch.stack([outer, torch.zeros_like(outer)], dim=-1).flatten(-2)

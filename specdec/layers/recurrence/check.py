@@ -26,13 +26,12 @@ def check_recurrence(device: torch.device, dtype: torch.dtype) -> Deviation:
     """Prompts row by row and by chunks, steps with drafts and those after them, of all rules; short
     convolutions; gates.
     """
-    return worst(
-        [
-            *_recurrence_deviations(device, dtype),
-            *_convolution_deviations(device, dtype),
-            *_gate_deviations(device, dtype),
-        ]
-    )
+    deviations = [
+        *_recurrence_deviations(device, dtype),
+        *_convolution_deviations(device, dtype),
+        *_gate_deviations(device, dtype),
+    ]
+    return worst(deviations)
 
 
 KERNEL = Kernel("recurrence", check_recurrence, dtypes=FLOATS)

@@ -64,15 +64,8 @@ class RecurrentRows(NamedTuple):
         first_rows = metadata.query_start_loc
         widths = (first_rows[1:] - first_rows[:-1]).long()
         starts = metadata.seq_lens.long() - widths
-        return cls(
-            slots,
-            starts,
-            widths if counts is None else counts,
-            first_rows,
-            metadata.max_query_len,
-            max_pending,
-            final,
-        )
+        lengths = widths if counts is None else counts
+        return cls(slots, starts, lengths, first_rows, metadata.max_query_len, max_pending, final)
 
     def finish(self, lengths: Tensor) -> None:
         """Notes in `lengths` int64 [num_slots] what the states have taken in, once all layers have

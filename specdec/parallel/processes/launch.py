@@ -128,21 +128,20 @@ def _start(size: int, device: torch.device) -> Executor:
         if where.type == "cuda" or "OMP_NUM_THREADS" in os.environ
         else max(1, threads // size)
     )
-    workers = Workers(
-        {
-            rank: Settings(
-                path=sys.path,
-                rank=rank,
-                size=size,
-                folder=str(folder.path),
-                secret=secret,
-                device=where.type,
-                threads=each,
-                parent=os.getpid(),
-            )
-            for rank in range(1, size)
-        }
-    )
+    settings = {
+        rank: Settings(
+            path=sys.path,
+            rank=rank,
+            size=size,
+            folder=str(folder.path),
+            secret=secret,
+            device=where.type,
+            threads=each,
+            parent=os.getpid(),
+        )
+        for rank in range(1, size)
+    }
+    workers = Workers(settings)
     try:
         workers.wait()
         torch.set_num_threads(each)
@@ -165,13 +164,9 @@ def _meet(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with rank_sockets():
-        begin_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=rank,
-            world_size=size,
-            device_id=device if device.type == "cuda" else None,
-        )
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        device_id = device if device.type == "cuda" else None
+        begin_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
         group = join_group(device)
         assert group is not None, "there are several ranks"
         group.begun = True

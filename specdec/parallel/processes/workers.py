@@ -69,11 +69,9 @@ class Worker(threading.Thread):
             for name, value in os.environ.items()
             if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         }
+        command = [sys.executable, "-c", START]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", START],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
