@@ -170,9 +170,8 @@ def check_tensors(
     )
     for name, tensor in tensors.items():
         found, expected = list(tensor.shape), list(shapes[name])
-        require(
-            found == expected, f"tensor {name} has shape {found}, config.json asks for {expected}"
-        )
+        fits = found == expected
+        require(fits, f"tensor {name} has shape {found}, config.json asks for {expected}")
         valid = name == "d2t" or (tensor.is_floating_point() and tensor.element_size() > 1)
         what = f"tensor {name} is {tensor.dtype}; config.json has no quantization_config for it"
         require(valid, what)
@@ -232,9 +231,8 @@ def check_target(
             f"its hidden size {hidden_size} cannot share embeddings of width {verifier.hidden_size}"
         )
     if vocab_size != verifier.vocab_size:
-        problems.append(
-            f"its vocabulary has {vocab_size} tokens, the target's {verifier.vocab_size}"
-        )
+        what = f"its vocabulary has {vocab_size} tokens, the target's {verifier.vocab_size}"
+        problems.append(what)
     if problems:
         origin = f" (made for {made_for})" if made_for else ""
         what = f"the drafter{origin} does not fit {verifier.name}: {'; '.join(problems)}"

@@ -130,9 +130,8 @@ def forecast_chain(chain: DraftOutput, probs: Tensor) -> DraftOutput:
 
 def tree_of(token_ids: Tensor, best: BestPaths, *, forecasts: bool) -> DraftOutput:
     """The best paths through candidates int64 [num_reqs, depth, C]; with scores if asked for."""
-    output = DraftOutput(
-        token_ids.flatten(1).gather(1, best.places), num_drafts=best.num_drafts, tree=best.tree
-    )
+    chosen = token_ids.flatten(1).gather(1, best.places)
+    output = DraftOutput(chosen, num_drafts=best.num_drafts, tree=best.tree)
     if forecasts:
         output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
     return output

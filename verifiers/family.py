@@ -30,9 +30,8 @@ class Sizes(NamedTuple):
     def of_rank(self, config: Any) -> "Sizes":
         """Sizes of a rank's part of the layers; see `verifiers.weights.shards.sharded`."""
         ranks = getattr(config, "ranks", 1)
-        return self._replace(
-            key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks
-        )
+        key_heads = self.key_heads // ranks
+        return self._replace(key_heads=key_heads, value_heads=self.value_heads // ranks)
 
 
 class Recurrent(NamedTuple):

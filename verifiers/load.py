@@ -122,9 +122,8 @@ def load_verifier(
             weights |= read_blocks(stored, dtype)
         description = describe(config)
         assert isinstance(backend, AttentionBackend) and description is not None
-        verifier = DecoderVerifier(
-            config, description, Weights(weights), name=name, backend=backend
-        )
+        parts = Weights(weights)
+        verifier = DecoderVerifier(config, description, parts, name=name, backend=backend)
     else:
         from verifiers.config.wrappers import media_token_ids
 

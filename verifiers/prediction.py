@@ -243,9 +243,8 @@ def _clusters(weights: Weights, entries: Mapping[str, Any]) -> ClusteredHead | N
         return None
     ordering, centroids = weights.tensor("token_ordering").long(), weights.linear("centroids")
     places = torch.arange(len(ordering), device=ordering.device)
-    cluster_of = torch.empty_like(ordering).index_copy_(
-        0, ordering, places // (len(ordering) // centroids.out_features)
-    )
+    clusters = places // (len(ordering) // centroids.out_features)
+    cluster_of = torch.empty_like(ordering).index_copy_(0, ordering, clusters)
     return ClusteredHead(centroids, cluster_of, int(entries.get("centroid_intermediate_top_k", 32)))
 
 

@@ -217,9 +217,8 @@ class BoundComposed(BoundDrafter):
         """Forecasts of all parts."""
         zeros = torch.zeros_like(batch.anchors, dtype=torch.float32)
         told = {n: draft.forecast for n, draft in drafts.items()}
-        every = torch.stack(
-            [zeros if (one := told.get(n)) is None else one for n in range(len(self.parts))]
-        )
+        given = [zeros if (one := told.get(n)) is None else one for n in range(len(self.parts))]
+        every = torch.stack(given)
         forecasts = self.calibration.correct(every, of_trees=batch.shape.is_tree)
         if len(drafts) < len(self.parts):
             corrected = [
@@ -234,9 +233,8 @@ class BoundComposed(BoundDrafter):
         agreed = agreements(drafts, len(self.parts), accept)
         counted = self._begun.index_select(0, batch.slots)
         if len(drafts) < len(self.parts):
-            counted = torch.stack(
-                [counted if n in drafts else torch.zeros_like(counted) for n in every]
-            )
+            each = [counted if n in drafts else torch.zeros_like(counted) for n in every]
+            counted = torch.stack(each)
         best = step.output.part if of_trees else None
         self.calibration.observe(
             step.forecasts, agreed, accept.num_accepted, counted, of_trees=of_trees, best=best
@@ -273,9 +271,8 @@ class BoundComposed(BoundDrafter):
         if verify.aux_hidden is None or not own or own == every:
             return verify
         layers = verify.aux_hidden.split(self._hidden_size, dim=-1)
-        return VerifyOutput(
-            verify.logits, torch.cat([layers[every.index(layer)] for layer in own], dim=-1)
-        )
+        aux_hidden = torch.cat([layers[every.index(layer)] for layer in own], dim=-1)
+        return VerifyOutput(verify.logits, aux_hidden)
 
 
 def _chosen(drafts: Mapping[int, DraftOutput], forecasts: Tensor) -> DraftOutput:

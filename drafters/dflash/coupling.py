@@ -58,9 +58,8 @@ class Coupling:
                 x for row in rows for x in row if not (0 <= x <= MOST and (x > 0 or name == "b"))
             ]
             rule = f"{'above' if name == 'a' else 'at least'} 0 and at most {MOST}"
-            require(
-                not wrong, f"coupling has {wrong[0] if wrong else ''} in {name}; it must be {rule}"
-            )
+            what = f"coupling has {wrong[0] if wrong else ''} in {name}; it must be {rule}"
+            require(not wrong, what)
 
     def check(self, slots: int) -> None:
         """Refuses rows that are not of so many slots; CheckpointError: one is not."""

@@ -46,9 +46,8 @@ def edges_of(
         float32 [num_reqs, K, C, C], by the candidate before and the candidate; before the first
         slot all of them are the anchor.
     """
-    before = torch.cat(
-        [anchors[:, None, None].expand(-1, 1, token_ids.shape[2]), token_ids[:, :-1]], dim=1
-    )
+    parts = [anchors[:, None, None].expand(-1, 1, token_ids.shape[2]), token_ids[:, :-1]]
+    before = torch.cat(parts, dim=1)
     if head.has_state:
         right = F.embedding(columns, head.right)
         table = _behind_the_best(head, hidden, before, right, scores, scale, start)

@@ -28,9 +28,8 @@ class LatentProjections(nn.Module):
         self.q_b_proj = None if compressed is None else nn.Linear(compressed, query, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(hidden, sizes.rank + sizes.rope, bias=False)
         self.kv_a_layernorm = nn.RMSNorm(sizes.rank, eps=eps)
-        self.kv_b_proj = nn.Linear(
-            sizes.rank, config.num_attention_heads * (sizes.nope + sizes.value), bias=False
-        )
+        out_features = config.num_attention_heads * (sizes.nope + sizes.value)
+        self.kv_b_proj = nn.Linear(sizes.rank, out_features, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * sizes.value, hidden, bias=False)
 
     @property

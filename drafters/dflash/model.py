@@ -152,6 +152,5 @@ def rope_of(config: DFlashConfig, *, whole: bool) -> Rope:
     rope = Rope.of(parameters, config.head_dim, config.max_position_embeddings)
     if whole or rope.rotated in (None, config.head_dim):
         return rope
-    return Rope.of(
-        parameters | {"partial_rotary_factor": None}, rope.rotated, config.max_position_embeddings
-    )
+    turned = parameters | {"partial_rotary_factor": None}
+    return Rope.of(turned, rope.rotated, config.max_position_embeddings)

@@ -182,9 +182,8 @@ class DFlashNetwork:
 
     def _latent_attention_of(self, attention: LatentProjections) -> LatentAttention:
         assert isinstance(self._attention, MlaBackend)
-        return attention.on_the_stack(
-            self._config, _join(*attention.first), self._rope, self._attention.spec
-        )
+        down = _join(*attention.first)
+        return attention.on_the_stack(self._config, down, self._rope, self._attention.spec)
 
     def _attention_of(self, attention: DFlashAttention, index: int) -> HeadAttention:
         config, sinks = self._config, attention.attention_sink_bias
@@ -207,9 +206,8 @@ class DFlashNetwork:
 
 
 def _convolution(module: DFlashConvolution) -> GroupedConvolution:
-    return GroupedConvolution(
-        module.base_kernel.detach(), _join(module.kernel_projection), module.width
-    )
+    base = module.base_kernel.detach()
+    return GroupedConvolution(base, _join(module.kernel_projection), module.width)
 
 
 @torch.no_grad()

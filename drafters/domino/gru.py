@@ -115,9 +115,8 @@ class DominoHead(Head):
     ) -> tuple[Tensor, Tensor | None]:
         """What W2 is given, and the state with the token before in it."""
         embedded = self._embed(previous)
-        state = self._step(
-            embedded, embedded.new_zeros(self._gru.hidden_size) if state is None else state
-        )
+        before = embedded.new_zeros(self._gru.hidden_size) if state is None else state
+        state = self._step(embedded, before)
         axes = torch.broadcast_shapes(hidden.shape[:-1], state.shape[:-1])
         both = [part.expand(*axes, part.shape[-1]) for part in (hidden, state)]
         return F.silu(self._first(torch.cat(both, dim=-1))), state

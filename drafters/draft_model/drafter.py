@@ -38,9 +38,8 @@ class DraftModel(SequentialDrafter):
         num_tokens: int | None = None,
         max_draft_tokens: int = USUAL_DRAFTS,
     ) -> None:
-        network = DraftModelNetwork(
-            model, verifier, model.vocab_size if num_tokens is None else num_tokens
-        )
+        vocab_size = model.vocab_size if num_tokens is None else num_tokens
+        network = DraftModelNetwork(model, verifier, vocab_size)
         super().__init__(network, verifier, max_draft_tokens=max_draft_tokens)
         self.longest = model.length_rule.start if model.length_rule else model.context.extended
 

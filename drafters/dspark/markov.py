@@ -61,9 +61,8 @@ class MarkovConfig(HeadConfig):
     def __post_init__(self) -> None:
         valid = 1 <= self.rank <= MAX_RANK
         require(valid, f"markov_rank is {self.rank}; it must lie in [1, {MAX_RANK:,}]")
-        require(
-            self.kind in KINDS, f"markov_head_type is {self.kind!r}; supported: {', '.join(KINDS)}"
-        )
+        known = self.kind in KINDS
+        require(known, f"markov_head_type is {self.kind!r}; supported: {', '.join(KINDS)}")
         top_k = self.draft_top_k
         valid = top_k is None or 1 <= top_k <= 64
         require(valid, f"dspark_draft_topk is {top_k}; it must lie in [1, 64], or be left out")
@@ -78,9 +77,8 @@ class MarkovConfig(HeadConfig):
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
         modules: dict[str, nn.Module] = {"markov_head": MarkovHead(self, sizes)}
         if self.has_confidence:
-            modules["confidence_head"] = ConfidenceHead(
-                sizes.hidden_size + self.confidence_sees_token * self.rank
-            )
+            input_size = sizes.hidden_size + self.confidence_sees_token * self.rank
+            modules["confidence_head"] = ConfidenceHead(input_size)
         return modules
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:

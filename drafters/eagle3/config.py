@@ -167,9 +167,8 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
         verifier_name=_verifier_name(raw),
         gemma=gemma,
     )
-    require(
-        config.tap_width >= 1, f"target_hidden_size is {config.tap_width}; it must be at least 1"
-    )
+    valid = config.tap_width >= 1
+    require(valid, f"target_hidden_size is {config.tap_width}; it must be at least 1")
     for name in ("num_aux_hidden_states", "num_aux_layers"):
         count = _or(keys.integer(name), config.num_taps)
         require(
@@ -225,8 +224,7 @@ def _max_drafts(raw: Mapping[str, Any], *, parallel: bool) -> int:
         if isinstance(method, Mapping)
     ]
     most = max(stated, default=0)
-    require(
-        0 <= most <= MAX_DRAFTS, f"speculative_tokens is {most}; it must be at most {MAX_DRAFTS}"
-    )
+    valid = 0 <= most <= MAX_DRAFTS
+    require(valid, f"speculative_tokens is {most}; it must be at most {MAX_DRAFTS}")
     # What checkpoints name is a recommendation, which no forward depends on.
     return most if parallel and most else max(most, USUAL_DRAFTS)

@@ -32,9 +32,8 @@ def eagle3_drafter(
         name: tensor.to(verifier.device, verifier.dtype if tensor.is_floating_point() else None)
         for name, tensor in tensors.items()
     }
-    return SequentialDrafter(
-        Eagle3Network(config, placed, verifier), verifier, max_draft_tokens=config.max_draft_tokens
-    )
+    network = Eagle3Network(config, placed, verifier)
+    return SequentialDrafter(network, verifier, max_draft_tokens=config.max_draft_tokens)
 
 
 def borrows(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> bool:

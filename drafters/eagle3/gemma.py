@@ -48,14 +48,12 @@ def read_gemma(shape: Mapping[str, Any]) -> tuple[Gemma, dict[str, Any]]:
     full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
     require(full, f"layer_types is {kinds!r}; on Gemma's layers all must be full_attention")
     same, softcap = keys.flag("attention_k_eq_v") or False, keys.number("final_logit_softcapping")
-    require(
-        softcap is None or softcap > 0, f"final_logit_softcapping is {softcap}; it must be positive"
-    )
+    valid = softcap is None or softcap > 0
+    require(valid, f"final_logit_softcapping is {softcap}; it must be positive")
     rope = section(shape, "rope_parameters")
     said = {name: shape.get(name) for name in _AS_THEY_ARE}
     said["head_dim"] = keys.required("global_head_dim")
-    said["num_key_value_heads"] = keys.required(
-        "num_global_key_value_heads" if same else "num_key_value_heads"
-    )
+    stated = "num_global_key_value_heads" if same else "num_key_value_heads"
+    said["num_key_value_heads"] = keys.required(stated)
     said["rope_parameters"] = section(rope, "full_attention") or rope
     return Gemma(same, softcap), {**said, "model_type": "llama"}

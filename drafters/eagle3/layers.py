@@ -68,9 +68,8 @@ def read_layers(shape: Mapping[str, Any], architecture: str | None = None) -> La
     try:
         layers = made(**said, rope_parameters=rope)
     except Exception as error:  # whatever Transformers makes of values that passed
-        require(
-            False, f"the layers' part of config.json is not valid ({one_line(error)}); correct it"
-        )
+        what = f"the layers' part of config.json is not valid ({one_line(error)}); correct it"
+        require(False, what)
     _check_heads(layers)
     layers.rope_parameters = whole_heads(layers.rope_parameters, layers.head_dim)
     Rope.of(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings)

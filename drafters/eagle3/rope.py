@@ -19,9 +19,8 @@ def rope_parameters(keys: Keys, default_theta: float) -> dict[str, Any]:
     Raises:
         CheckpointError: a type that no drafter has, or a malformed value.
     """
-    place = next(
-        (name for name in ("rope_parameters", "rope_scaling") if keys.find(name)), "rope_parameters"
-    )
+    names = (name for name in ("rope_parameters", "rope_scaling") if keys.find(name))
+    place = next(names, "rope_parameters")
     stated = section(keys.places[0], place)
     flat = not any(isinstance(value, Mapping) for value in stated.values())
     require(

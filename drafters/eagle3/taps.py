@@ -77,9 +77,8 @@ def stated_taps(raw: Mapping[str, Any], own: Mapping[str, Any]) -> StatedTaps:
             f"{name} {list(ids)} and another list, {list(others)}, name different layers; take one"
             f" out of config.json",
         )
-    return StatedTaps(
-        layers, place is not own and name == IDS and ids == default_taps(max(ids[-1], 0) + 4)
-    )
+    unsure = place is not own and name == IDS and ids == default_taps(max(ids[-1], 0) + 4)
+    return StatedTaps(layers, unsure)
 
 
 def taps(stated: StatedTaps, num_target_layers: int) -> tuple[int, ...]:

@@ -73,9 +73,8 @@ class BoundAssistant(TokenByToken):
             min_seq_len=batch.min_seq_len,
         )
         hidden, position_ids = self._hidden.index_select(0, batch.slots), batch.position_ids(1)
-        out = self.network.forward(
-            Rows(batch.anchors, hidden, position_ids, metadata), self.caches, None
-        )
+        rows = Rows(batch.anchors, hidden, position_ids, metadata)
+        out = self.network.forward(rows, self.caches, None)
         return self._drafts(batch, out, 1, [(position_ids, metadata)] * (batch.shape.depth - 1))
 
     def commit(
@@ -87,6 +86,5 @@ class BoundAssistant(TokenByToken):
 
     def _keep(self, slots: Tensor, verify: VerifyOutput, rows: Tensor) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
-        self._hidden.index_copy_(
-            0, slots, self.network.condense(verify.aux_hidden.index_select(0, rows))
-        )
+        hidden = self.network.condense(verify.aux_hidden.index_select(0, rows))
+        self._hidden.index_copy_(0, slots, hidden)

@@ -64,9 +64,8 @@ class BoundCopier(BoundDrafter):
     has_expected_accepted = True
 
     def __init__(self, num_slots: int, max_len: int, device: torch.device) -> None:
-        self.rows = torch.full(
-            (num_slots, COMPARED + max_len + 1), NOTHING, dtype=torch.int32, device=device
-        )
+        shape = (num_slots, COMPARED + max_len + 1)
+        self.rows = torch.full(shape, NOTHING, dtype=torch.int32, device=device)
         # Where outputs are in their predictions, and their tokens before the anchor.
         self.places = torch.full((num_slots,), COMPARED, device=device)
         self.ends = torch.full((num_slots, COMPARED), BEFORE, device=device)

@@ -134,9 +134,8 @@ class BoundSequential(TokenByToken):
         if self._ahead:
             token_ids = token_ids.roll(-1).index_copy_(0, last, batch.next_token_ids)
             features = self._condense(verify)
-        self.network.forward(
-            Rows(token_ids, features, rows.position_ids, rows.metadata), self.caches, last
-        )
+        known = Rows(token_ids, features, rows.position_ids, rows.metadata)
+        self.network.forward(known, self.caches, last)
         positions = rows.position_ids.index_select(0, last)
         if features is not None:
             self._keep_features(batch.slots, positions, features.index_select(0, last))
@@ -161,9 +160,8 @@ class BoundSequential(TokenByToken):
         """Keeps tokens and features of verified rows; writes what was put off when due."""
         width = token_ids.shape[1]
         positions = batch.positions(width)
-        self._tokens.view(-1).index_copy_(
-            0, self._cells(batch.slots[:, None], positions).flatten(), token_ids.flatten()
-        )
+        cells = self._cells(batch.slots[:, None], positions).flatten()
+        self._tokens.view(-1).index_copy_(0, cells, token_ids.flatten())
         if self._ahead:
             self._keep_features(batch.slots[:, None], positions, self._condense(verify))
         if batch.context == "all":
@@ -196,9 +194,8 @@ class BoundSequential(TokenByToken):
         due = positions >= torch.minimum(self._due.index_select(0, batch.slots), last)[:, None]
         due &= positions < last[:, None] + wanted
         cells = self._cells(batch.slots[:, None], positions + self._ahead)
-        token_ids = torch.where(
-            positions == last[:, None], newest[:, None], self._tokens.view(-1)[cells]
-        )
+        is_last = positions == last[:, None]
+        token_ids = torch.where(is_last, newest[:, None], self._tokens.view(-1)[cells])
         features = self._features_at(batch.slots[:, None], positions)
         if network.mask is not None:
             masked = positions > last[:, None]
@@ -214,9 +211,8 @@ class BoundSequential(TokenByToken):
         starts = torch.arange(0, batch.num_reqs * width, width, device=device)
         offsets = (last - first).clamp(min=0) + starts
         rows = (offsets[:, None] + torch.arange(wanted, device=device)).flatten()
-        return network.forward(
-            Rows(token_ids.flatten(), features, position_ids, metadata), self.caches, rows
-        )
+        packed = Rows(token_ids.flatten(), features, position_ids, metadata)
+        return network.forward(packed, self.caches, rows)
 
     def _single_rows(self, batch: DecodeBatch) -> list[tuple[Tensor, AttentionMetadata]]:
         """Position ids int64 [num_reqs] and metadata of a forward for each later draft."""
@@ -252,9 +248,8 @@ class BoundSequential(TokenByToken):
         return self._features.flatten(0, 1).index_select(0, self._cells(slots, positions).flatten())
 
     def _keep_features(self, slots: Tensor, positions: Tensor, features: Tensor) -> None:
-        self._features.flatten(0, 1).index_copy_(
-            0, self._cells(slots, positions).flatten(), features
-        )
+        cells = self._cells(slots, positions).flatten()
+        self._features.flatten(0, 1).index_copy_(0, cells, features)
 
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Where the ring holds positions int64 [...] of requests in `slots`."""

@@ -126,8 +126,7 @@ class Growth:
         tree = TreeRows(self._ancestors.flatten(), self._depths[:, :width].reshape(-1))
         metadata = replace(packed, visibility="ancestors", tree=tree)
         flat = None if self._features is None else self._features.flatten(0, 1)
-        rows = Rows(
-            self._token_ids.flatten(), flat, self._position_ids[:, :width].reshape(-1), metadata
-        )
+        tokens = self._token_ids.flatten()
+        rows = Rows(tokens, flat, self._position_ids[:, :width].reshape(-1), metadata)
         places = torch.arange(batch.num_reqs * width, device=parents.device).view(-1, width)
         return rows, places[:, before:].reshape(-1)

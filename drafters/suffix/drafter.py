@@ -89,9 +89,8 @@ class SuffixDrafter(Drafter):
         """Binds; copied drafts are point masses under any `draft_sampling`."""
         # The rows of a step reach k positions past the last one that a request may keep.
         width = max_len + self.max_draft_tokens + 1
-        return BoundSuffix(
-            self, torch.zeros(max_num_seqs, width, dtype=torch.int32, device=verifier.device)
-        )
+        history = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=verifier.device)
+        return BoundSuffix(self, history)
 
 
 class BoundSuffix(BoundDrafter):
@@ -166,9 +165,8 @@ class BoundSuffix(BoundDrafter):
     def _chain(self, continuations: Tensor, lengths: Tensor) -> DraftOutput:
         """The best continuation."""
         token_ids, num_drafts, scores = best_chain(continuations, lengths, self._drafter.longest)
-        return DraftOutput(
-            token_ids, num_drafts=num_drafts, forecast=scores if self.forecasts else None
-        )
+        forecast = scores if self.forecasts else None
+        return DraftOutput(token_ids, num_drafts=num_drafts, forecast=forecast)
 
     def _tree(self, batch: DecodeBatch, continuations: Tensor, lengths: Tensor) -> DraftOutput:
         """All continuations, put together."""
@@ -190,9 +188,8 @@ class BoundSuffix(BoundDrafter):
 
     def _store(self, batch: DecodeBatch, token_ids: Tensor) -> None:
         """Writes `token_ids` [num_reqs, n] to the positions from the anchor on."""
-        self.history.index_put_(
-            (batch.slots[:, None], batch.positions(token_ids.shape[1])), token_ids.int()
-        )
+        cells = (batch.slots[:, None], batch.positions(token_ids.shape[1]))
+        self.history.index_put_(cells, token_ids.int())
 
 
 def _at_least(least: int, **numbers: int) -> None:

@@ -77,9 +77,8 @@ def check_matches(device: torch.device) -> Deviation:
         ours = triton_matches.search(None if past is None else past.to(device), *moved, *limits)
         expected = plain.continuations
         found += [mismatches(ours[0], expected), mismatches(ours[1], plain.lengths)]
-        chosen = triton_choice.best_chain(
-            expected.to(device), plain.lengths.to(device), limits.longest
-        )
+        raw = expected.to(device)
+        chosen = triton_choice.best_chain(raw, plain.lengths.to(device), limits.longest)
         chains = choice.best_chain(expected, plain.lengths, limits.longest)
         found += [mismatches(one, other) for one, other in zip(chosen, chains, strict=True)]
         tokens, *weights = _weigh_on_triton(expected.to(device), plain.lengths.to(device))

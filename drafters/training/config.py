@@ -332,9 +332,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for title, start, end in zip(_GROUPS, starts, [*starts[1:], None], strict=True):
         group = parser.add_argument_group(title)
         defaults = dict.fromkeys(names, argparse.SUPPRESS)
-        add_options(
-            group, TrainConfig, names[start:end], defaults=defaults, several=SEVERAL, nargs="+"
-        )
+        own = names[start:end]
+        add_options(group, TrainConfig, own, defaults=defaults, several=SEVERAL, nargs="+")
 
 
 def build_config(

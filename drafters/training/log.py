@@ -101,9 +101,8 @@ class TrainLog:
             if axes.get_legend_handles_labels()[1]:
                 axes.legend()
         canvas = FigureCanvasAgg(figure)
-        write_atomically(
-            self._path.with_name("curves.png"), lambda path: canvas.print_png(str(path))
-        )
+        picture = self._path.with_name("curves.png")
+        write_atomically(picture, lambda path: canvas.print_png(str(path)))
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -103,9 +103,8 @@ class Trainer:
         factors = ("ce", "kl", "tv", "nla", "selector", "confidence", "base_until", "base_share")
         shared = (*factors, "dpace_alpha", "dpace_candidates", "first_error", "head_loss")
         decays = config.loss != "dpace"
-        losses = LossConfig(
-            gamma=gamma if decays else None, **{name: getattr(config, name) for name in shared}
-        )
+        decay = gamma if decays else None
+        losses = LossConfig(gamma=decay, **{name: getattr(config, name) for name in shared})
         self._labels = DraftLabels(model.d2t, target.verifier.vocab_size)
         self.objective = Objective(
             self.drafter.logits,
@@ -322,9 +321,8 @@ class Trainer:
             self._epoch = (epoch, *self._batches(epoch))
         _, batches, on_device, packings = self._epoch
         share, chosen = self._share(micro), batches[position]
-        batch = self.train.take(
-            chosen[share], on_device[position, share], self.train.longest(chosen)
-        )
+        own = chosen[share]
+        batch = self.train.take(own, on_device[position, share], self.train.longest(chosen))
         if packings:
             batch.packing = packings[position * self.config.accumulation + micro]
         return batch, share

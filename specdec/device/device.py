@@ -60,9 +60,8 @@ def unseen_gpu() -> str | None:
     """
     if torch.cuda.is_available():
         return None
-    return why_unseen(
-        f"torch {torch.__version__}, built for {torch_build()},", rocm=torch.version.hip is not None
-    )
+    build = f"torch {torch.__version__}, built for {torch_build()},"
+    return why_unseen(build, rocm=torch.version.hip is not None)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -99,9 +99,8 @@ def accept(
             if draft.offered is not None:
                 proposed = torch.where(draft.offered, proposed, -1)
             path, num_accepted = walk(proposed, tree, token_ids, depth or k, num_drafts)
-            return _along(
-                path, num_accepted, token_ids, finite, _logprobs(raw, token_ids, sampling)
-            )
+            logprobs = _logprobs(raw, token_ids, sampling)
+            return _along(path, num_accepted, token_ids, finite, logprobs)
         num_accepted, next_anchors, whole = _of_chain(tokens, token_ids, num_drafts, finite)
     else:
         assert forced is None, "only point masses are accepted whatever the target chooses"

@@ -106,9 +106,8 @@ def build_engine(
     max_model_len = _max_model_len(verifier, config.max_model_len)
     in_flight = pipeline_depth * (depth + 1)
     overshoot = in_flight + max(reserved + 1, num_lookahead_tokens)
-    max_blocks = blocks_for(
-        max_model_len + in_flight + max(max_drafts + 1, num_lookahead_tokens), block_size
-    )
+    num_tokens = max_model_len + in_flight + max(max_drafts + 1, num_lookahead_tokens)
+    max_blocks = blocks_for(num_tokens, block_size)
 
     if not unavailable_reasons(device) and os.environ.get("TRITON_INTERPRET") != "1":
         from specdec.kernels.triton_compile import say_when_compiling  # it imports Triton
@@ -119,9 +118,8 @@ def build_engine(
     if group is not None and wanted is None and torch.version.hip:
         # the check would have one rank wait for another's lock, and that one for its collectives
         wanted = False
-    captures = captures_graphs(
-        device, wanted, partial(check_captured_step, engine, verifier), verifier.attention.name
-    )
+    check = partial(check_captured_step, engine, verifier)
+    captures = captures_graphs(device, wanted, check, verifier.attention.name)
     graph_rows = (
         max(_max_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks) if captures else 0
     )
@@ -220,9 +218,8 @@ def build_engine(
         predicted=predicted,
     )
     if captures:
-        capture_steps(
-            runner, slots, CudaCapture(device), prefill_rows, required=bool(config.graphs)
-        )
+        capture = CudaCapture(device)
+        capture_steps(runner, slots, capture, prefill_rows, required=bool(config.graphs))
     return EngineParts(
         blocks,
         max_model_len,

@@ -317,9 +317,8 @@ class SpecEngine:
             self.last_step = launch if launch.block is not None else self.last_step
             self._touched.update(dict.fromkeys(outcome.requests))
             for request, start in zip(outcome.filled, outcome.starts, strict=True):
-                self.scheduler.prefix.committed(
-                    request, start, launch.context, plain=launch.block == BlockShape(0)
-                )
+                plain = launch.block == BlockShape(0)
+                self.scheduler.prefix.committed(request, start, launch.context, plain=plain)
             for request, reason in outcome.ended:
                 self._finish(request, reason)
             for request in outcome.spoiled:

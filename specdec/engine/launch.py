@@ -54,9 +54,8 @@ def _add_prompt(
     for token_logprobs in rows:
         token = request.prompt_token_ids[len(request.prompt_logprobs) + 1]
         request.prompt_logprobs.append(token_logprobs[0])
-        request.prompt_top_logprobs.append(
-            top_of(token, *token_logprobs, request.sampling.prompt_logprobs or 0)
-        )
+        top = top_of(token, *token_logprobs, request.sampling.prompt_logprobs or 0)
+        request.prompt_top_logprobs.append(top)
 
 
 @dataclass(slots=True)

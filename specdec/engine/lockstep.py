@@ -292,9 +292,8 @@ def _request(
         raise RuntimeError("a message between ranks tells of no request")
     number, seed, total, rope_len = numbers
     tokens = array("i", b64decode(prompt)).tolist()
-    request = Request(
-        number, tokens, sampling, seed, total, stop_ids=frozenset(stop_ids), rope_len=rope_len
-    )
+    stops = frozenset(stop_ids)
+    request = Request(number, tokens, sampling, seed, total, stop_ids=stops, rope_len=rope_len)
     return request, asks
 
 

@@ -59,9 +59,8 @@ class SlotState:
         # In one, since a step begins by gathering both.
         self._progress = torch.zeros(2, self.num_slots, dtype=torch.int64, device=device)
         self.seq_lens, self.anchors = self._progress[0], self._progress[1]
-        self.block_table = torch.full(
-            (self.num_slots, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device
-        )
+        shape = (self.num_slots, max_blocks)
+        self.block_table = torch.full(shape, NULL_BLOCK, dtype=torch.int32, device=device)
         self.sampling = SamplingTensors.neutral(self.num_slots, device)
         self.rope_lens = None
         if rotates_by_length:
@@ -78,9 +77,8 @@ class SlotState:
         )
         # Entries past its own blocks repeat a request's first block, so that no request ever reads
         # another's values.
-        self.block_table.index_copy_(
-            0, slots, first_blocks.int()[:, None].expand(-1, self.block_table.shape[1])
-        )
+        block_rows = first_blocks.int()[:, None].expand(-1, self.block_table.shape[1])
+        self.block_table.index_copy_(0, slots, block_rows)
         rows = SamplingTensors.of(
             [request.sampling for request in requests],
             [request.seed for request in requests],
@@ -90,9 +88,8 @@ class SlotState:
         self.sampling.put(slots, rows)
         self._begin_edits(requests, slots)
         if self.rope_lens is not None:
-            self.rope_lens.index_copy_(
-                0, slots, self.tensor([request.rope_len for request in requests])
-            )
+            lens = self.tensor([request.rope_len for request in requests])
+            self.rope_lens.index_copy_(0, slots, lens)
         for request in requests:
             self._num_blocks[request.slot] = 0
             if request.sampling.penalized:
@@ -101,9 +98,8 @@ class SlotState:
                         self.num_slots, self.vocab_size, dtype=torch.bool, device=self.device
                     )
                 self.sampling.seen[request.slot] = False
-                self.sampling.seen[request.slot].index_fill_(
-                    0, self.tensor(prefill_tokens(request)), True
-                )
+                tokens = self.tensor(prefill_tokens(request))
+                self.sampling.seen[request.slot].index_fill_(0, tokens, True)
             if request.sampling.presence_penalty != 0 or request.sampling.frequency_penalty != 0:
                 if self.sampling.counts is None:
                     self.sampling.counts = torch.zeros(
@@ -112,9 +108,8 @@ class SlotState:
                 self.sampling.counts[request.slot] = 0
                 # after a preemption; the last one is the anchor
                 known = self.tensor(request.output_token_ids[:-1])
-                self.sampling.counts[request.slot].index_add_(
-                    0, known, torch.ones_like(known, dtype=torch.int32)
-                )
+                ones = torch.ones_like(known, dtype=torch.int32)
+                self.sampling.counts[request.slot].index_add_(0, known, ones)
 
     def _begin_edits(self, requests: Sequence[Request], slots: Tensor) -> None:
         """Writes what these requests change of single logits; from the first one that does on, also

@@ -271,9 +271,8 @@ class StepRunner:
         if not drafter or not drafter.has_expected_accepted or not self._looks:
             return 0.0
         with self._timer.phase("draft"):
-            expected_accepted = drafter.expected_accepted(
-                self._slots.decode_batch(selection, BlockShape(k))
-            )
+            batch = self._slots.decode_batch(selection, BlockShape(k))
+            expected_accepted = drafter.expected_accepted(batch)
         return 0.0 if expected_accepted is None else float(expected_accepted.mean())
 
     @property
@@ -331,9 +330,8 @@ class StepRunner:
     def _guided_step(self, selection: Selection, shape: BlockShape, context: Context) -> GuidedStep:
         """A step in parts, launched operation by operation."""
         memory = torch.empty(0, dtype=torch.int32, device=self._slots.device)
-        masks = TokenMasks.empty(
-            len(selection.requests), shape.rows, self._slots.vocab_size, memory
-        )
+        num_reqs = len(selection.requests)
+        masks = TokenMasks.empty(num_reqs, shape.rows, self._slots.vocab_size, memory)
         return GuidedStep(self, partial(self._slots.decode_batch, selection, shape, context), masks)
 
     def begin(self, newcomers: Sequence[Request]) -> list[Request]:
@@ -433,9 +431,8 @@ class StepRunner:
             return None
         state = self._slots
         slots = state.slot_indices(requests)
-        sampling = state.sampling.select(
-            slots, SamplingPlan.of([request.sampling for request in requests])
-        )
+        plan = SamplingPlan.of([request.sampling for request in requests])
+        sampling = state.sampling.select(slots, plan)
         last_tokens = state.anchors.index_select(0, slots)[:, None]
         last_positions = state.seq_lens.index_select(0, slots)[:, None] - 1
         masks = None

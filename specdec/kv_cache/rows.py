@@ -74,9 +74,8 @@ def _in_words(rows: Tensor) -> Tensor:
     long.
     """
     sizes = (rows.shape[-1], rows.stride(0), rows.storage_offset())
-    return rows.view(
-        next(word for word in _WORDS if all(size % word.itemsize == 0 for size in sizes))
-    )
+    largest = next(word for word in _WORDS if all(size % word.itemsize == 0 for size in sizes))
+    return rows.view(largest)
 
 
 def move_rows(tensors: Iterable[Tensor], slots: Tensor, path: Tensor) -> None:

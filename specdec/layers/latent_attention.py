@@ -120,9 +120,8 @@ class LatentAttention:
         widths = [spec.kv_lora_rank, spec.qk_rope_head_dim]
         compressed, key_rope = latent.split_with_sizes(widths, dim=1)
         heads = query.unflatten(-1, (spec.num_heads, -1))
-        query_nope, query_rope = heads.split_with_sizes(
-            [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=2
-        )
+        sizes = [spec.qk_nope_head_dim, spec.qk_rope_head_dim]
+        query_nope, query_rope = heads.split_with_sizes(sizes, dim=2)
         if angles is not None:
             query_rope = rotate(query_rope, *angles.doubled)
             key_rope = rotate(key_rope[:, None], *angles.doubled)[:, 0]

@@ -49,9 +49,8 @@ class ClusteredHead:
         likeliest = torch.zeros_like(scores, dtype=torch.bool).scatter_(
             1, scores.topk(self.chosen, dim=1).indices, True
         )
-        return logits.masked_fill(
-            ~likeliest.index_select(1, self.cluster_of), torch.finfo(logits.dtype).min
-        )
+        others = ~likeliest.index_select(1, self.cluster_of)
+        return logits.masked_fill(others, torch.finfo(logits.dtype).min)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

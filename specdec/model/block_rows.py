@@ -72,9 +72,8 @@ def _tree_places(seq_lens: Tensor, tree: DraftTree, most: int) -> TreePlaces:
     """`tree_places` in plain torch."""
     depths, ancestors = F.pad(tree.depths, (1, 0)), F.pad(tree.ancestors, (1, 0))
     positions = seq_lens[:, None] + depths
-    return TreePlaces(
-        positions, positions.clamp(max=most - 1).flatten(), ancestors.flatten(), depths.flatten()
-    )
+    position_ids = positions.clamp(max=most - 1).flatten()
+    return TreePlaces(positions, position_ids, ancestors.flatten(), depths.flatten())
 
 
 def check_block_rows(device: torch.device) -> Deviation:

@@ -92,9 +92,8 @@ def unpack(data: bytes, kept: Mapping[int, Any]) -> Any:
     try:
         return json.loads(data, object_hook=made)
     except (ValueError, TypeError, KeyError, RecursionError, ImportError, AttributeError) as error:
-        raise RuntimeError(
-            f"a message between ranks is none of specdec's: {one_line(error)}"
-        ) from error
+        what = f"a message between ranks is none of specdec's: {one_line(error)}"
+        raise RuntimeError(what) from error
 
 
 def _function(name: str) -> Callable[..., Any]:

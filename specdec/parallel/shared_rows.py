@@ -50,9 +50,8 @@ class SharedRows:
         self._memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         self._memory.zero_()
         found = symmetric.rendezvous(self._memory, process_group)
-        self.places = torch.tensor(
-            [int(place) for place in found.buffer_ptrs], dtype=torch.int64, device=device
-        )
+        pointers = [int(place) for place in found.buffer_ptrs]
+        self.places = torch.tensor(pointers, dtype=torch.int64, device=device)
         self.epochs = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
         dist.barrier(process_group)  # no rank writes before all have zeros

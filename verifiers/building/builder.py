@@ -69,9 +69,8 @@ class LayerBuilder:
 
     def _after_shared_block(self, index: int, weights: Weights) -> DecoderLayer:
         if self._blocks is None:
-            self._blocks = SharedBlocks(
-                self._config, self._description.shared_blocks, replace(weights, prefix="")
-            )
+            root = replace(weights, prefix="")
+            self._blocks = SharedBlocks(self._config, self._description.shared_blocks, root)
         output, spec = weights.output("linear_attn.out_proj"), self._specs[index]
         assert isinstance(spec, AttentionSpec)
         attention = self._blocks.before(
@@ -126,9 +125,8 @@ class LayerBuilder:
         description, parameters = self._description, self._description.ropes[index]
         rope = None if parameters is None else self._rope(parameters, spec.head_dim)
         rotated = spec.head_dim if rope is None or rope.rotated is None else rope.rotated
-        order = rotation_order(
-            spec.head_dim, rotated, interleaved=description.interleaved and rope is not None
-        )
+        interleaved = description.interleaved and rope is not None
+        order = rotation_order(spec.head_dim, rotated, interleaved=interleaved)
         reorder = (
             None
             if order is None

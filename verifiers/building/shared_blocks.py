@@ -66,9 +66,8 @@ class SharedBlocks:
         block = self._blocks[use % self._count]
         names = [f"self_attn.linear_{part}_adapter_list.{use}" for part in "qkv"]
         qkv = _adapted(block.attention.qkv, block.weights, names)
-        gate_up = _adapted(
-            block.mlp.gate_up, block.weights, [f"feed_forward.gate_up_proj_adapter_list.{use}"]
-        )
+        name = f"feed_forward.gate_up_proj_adapter_list.{use}"
+        gate_up = _adapted(block.mlp.gate_up, block.weights, [name])
         adapted = replace(block.attention, qkv=qkv)
         mlp = replace(block.mlp, gate_up=gate_up)
         return AfterSharedBlock(

@@ -55,9 +55,8 @@ def describe(config: Any) -> Description | None:
     if family.describe is None:
         return None
     recurrent = family.recurrent
-    activation = ACTIVATIONS.get(
-        str(declared(config, "hidden_activation") or getattr(config, "hidden_act", "silu"))
-    )
+    named = str(declared(config, "hidden_activation") or getattr(config, "hidden_act", "silu"))
+    activation = ACTIVATIONS.get(named)
     ropes = _ropes(config)
     known = all(rope is None or rope["rope_type"] in ROPE_TYPES for rope in ropes)
     common = {"ropes": ropes, "activation": activation, "experts": family.experts}

@@ -124,9 +124,8 @@ def generation_of(
     try:
         defaults = _defaults(entries, served, sampled=file is not None)
     except InvalidInputError as error:
-        raise CheckpointError(
-            f"{where}: {error}; correct it, or leave it aside with generation_config 'none'"
-        ) from error
+        what = f"{where}: {error}; correct it, or leave it aside with generation_config 'none'"
+        raise CheckpointError(what) from error
     return Generation(ends, defaults, [*notes, *_effect(where, entries, defaults)])
 
 

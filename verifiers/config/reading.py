@@ -77,9 +77,8 @@ def read(
         raise CheckpointError(f"cannot read the {what} of target {name!r}: {error}") from error
     except InvalidInputError as error:  # as if a user had given the value
         entry = "" if blame is None else blame(error)
-        raise CheckpointError(
-            f"cannot read the {what} of target {name!r}: {entry}{error}"
-        ) from error
+        text = f"cannot read the {what} of target {name!r}: {entry}{error}"
+        raise CheckpointError(text) from error
     except SpecDecError:
         raise
     except ImportError as error:  # transformers reads some quantized weights through other packages

@@ -23,9 +23,8 @@ def _mistral4(config: Any, common: Mapping[str, Any]) -> Description | None:
     # The config's share of what is rotated is that of a whole head, and the part that is has a
     # width of its own.
     ropes = [_tempered({**rope, "partial_rotary_factor": 1.0}) for rope in common["ropes"]]
-    return Description(
-        **{**common, "ropes": ropes}, interleaved=bool(config.rope_interleave), routing=routing
-    )
+    interleaved = bool(config.rope_interleave)
+    return Description(**{**common, "ropes": ropes}, interleaved=interleaved, routing=routing)
 
 
 def _tempered(rope: Mapping[str, Any]) -> Mapping[str, Any]:

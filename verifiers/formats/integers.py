@@ -60,9 +60,8 @@ def packed_integers(
     elif zeros is not None:  # one for the whole weight is not packed
         zeros = zeros.int() + 2 ** (bits - 1)
     codes = stream(bytes_of(words).flatten(1), bits, in_features, module)
-    return integers(
-        module, codes, scale, zeros, parts.get("weight_g_idx"), bits, group or in_features, dtype
-    )
+    order = parts.get("weight_g_idx")
+    return integers(module, codes, scale, zeros, order, bits, group or in_features, dtype)
 
 
 def stream(packed: Tensor, bits: int, count: int, module: str) -> Tensor:

@@ -50,9 +50,8 @@ def read_checkpoint(path: str | Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
     with naming(path):
         raw = read_json(folder / CONFIG)
         config = parse_config(raw)
-        tensors = zlab_names(
-            head_names(own_tensors(plain_tensors(folder, raw, read_tensors(folder)))), config
-        )
+        own = head_names(own_tensors(plain_tensors(folder, raw, read_tensors(folder))))
+        tensors = zlab_names(own, config)
         if (folder / _MASK).exists():
             tensors["mask_embedding"] = _mask_embedding(folder / _MASK, config)
         if config.draft_vocab_size is None:
@@ -104,9 +103,8 @@ def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
         token = content.get("mask_token_id", config.mask_token_id)
         what = f"{file.name} is of token {token}, mask_token_id is {config.mask_token_id}"
         require(token == config.mask_token_id, what)
-        content = next(
-            (content[name] for name in ("embedding", "mask_embedding") if name in content), None
-        )
+        found = (content[name] for name in ("embedding", "mask_embedding") if name in content)
+        content = next(found, None)
     right = (
         isinstance(content, Tensor)
         and content.is_floating_point()

@@ -89,9 +89,8 @@ def predicts_from_anchor(
         f" wrong one in config.json",
     )
     trained = "dspark" in (algorithm, stated_algorithm(raw))
-    return next(
-        iter(stated.values()), trained and (all_rows or "speculators_model_type" not in raw)
-    )
+    values = iter(stated.values())
+    return next(values, trained and (all_rows or "speculators_model_type" not in raw))
 
 
 def head_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -165,9 +165,8 @@ def _embedding_scale(raw: Mapping[str, Any], keys: Keys) -> float | None:
     of_target = keys.flag("target_embedding_scale")
     if stated is not None or of_target:
         return stated
-    return _or(
-        keys.number("input_embedding_scale"), 1.0 if "speculators_model_type" in raw else None
-    )
+    scale = keys.number("input_embedding_scale")
+    return _or(scale, 1.0 if "speculators_model_type" in raw else None)
 
 
 def _head_dim(keys: Keys, family: Family, default: int) -> int:

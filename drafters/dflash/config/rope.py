@@ -29,9 +29,8 @@ def rope_parameters(
     factor = _turned_part(keys, family, stated, parameters["rope_type"], head_dim)
     if factor not in (None, 1):
         parameters["partial_rotary_factor"] = factor
-    require(
-        parameters["rope_theta"] is not None, "config.json lacks rope_theta, RoPE's base frequency"
-    )
+    given = parameters["rope_theta"] is not None
+    require(given, "config.json lacks rope_theta, RoPE's base frequency")
     check_parameters(parameters)
     return parameters
 

@@ -133,9 +133,8 @@ def plan_answers(config: TrainConfig, prompts: PromptSet) -> dict[str, Sequence[
     """File names and the answers each holds, held-out ones first; seeds are a prompt's own."""
 
     def job(prompt: TrainingPrompt, temperature: float, sample: int) -> Job:
-        return Job(
-            prompt, temperature, stable_seed(config.seed, sample, prompt.source, prompt.question)
-        )
+        seed = stable_seed(config.seed, sample, prompt.source, prompt.question)
+        return Job(prompt, temperature, seed)
 
     drawn = (config.heldout_temperature,) if config.heldout_temperature > 0 else ()
     heldout = [

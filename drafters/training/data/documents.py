@@ -209,6 +209,5 @@ def write_documents(config: TrainConfig, decode: Callable[[Sequence[int]], str])
         raise InvalidInputError(f"{what}; ask for more answers, or leave --documents out")
     random = Random(config.seed)
     prompts = dict.fromkeys(document_prompt(texts, random) for _ in range(config.documents))
-    write_text(
-        out, "".join(json.dumps({"prompt": text, "kind": kind}) + "\n" for kind, text in prompts)
-    )
+    lines = "".join(json.dumps({"prompt": text, "kind": kind}) + "\n" for kind, text in prompts)
+    write_text(out, lines)

@@ -106,17 +106,15 @@ def conversation(row: Row, place: str) -> Messages:
     if len(given) != 1:
         found = " and ".join(given) or "none"
         names = ", ".join((*PLAIN, *CHATS))
-        raise InvalidInputError(
-            f"{place} must have exactly one of the fields {names}, but has {found}",
-        )
+        what = f"{place} must have exactly one of the fields {names}, but has {found}"
+        raise InvalidInputError(what)
     content = row[given[0]]
     if given[0] == "instruction" and row.get("input"):
         content = f"{content}\n\n{row['input']}"
     messages = _messages(content, given[0] in CHATS)
     if messages is None or (given[0] in PLAIN and not messages):
-        raise InvalidInputError(
-            f"{place}: {given[0]} is no text, list of turns or chat of roles and texts"
-        )
+        what = f"{place}: {given[0]} is no text, list of turns or chat of roles and texts"
+        raise InvalidInputError(what)
     if given[0] == "instruction" and isinstance(output := row.get("output"), str) and output:
         messages += (("assistant", output),)
     roles = [role for role, _ in messages]

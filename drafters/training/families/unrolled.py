@@ -121,9 +121,8 @@ class TrainedUnrolled(Trained):
     def __init__(self, model: UnrolledModel, target: Target, config: TrainConfig) -> None:
         self._model, self._config = model, config
         self._target: Any = copy.copy(target.verifier)
-        self._target.attention = UnrolledAttention(
-            AttentionSpec(target.device, target.dtype, 1, 1, head_dim=2, block_size=1)
-        )
+        spec = AttentionSpec(target.device, target.dtype, 1, 1, head_dim=2, block_size=1)
+        self._target.attention = UnrolledAttention(spec)
         self._network = model.network(self._target)
         head = model.tensors.get("lm_head.weight")
         self.weights = [head] if isinstance(head, nn.Parameter) and head.requires_grad else []

@@ -178,9 +178,8 @@ def block_hidden(
     width = config.max_draft_tokens + (not config.sample_from_anchor)
     room = -context[0].shape[1] % FLEX_CONTEXT if flex else 0
     keys, values = (F.pad(part, (0, 0, 0, 0, 0, 0, 0, room)).unbind(2) for part in context)
-    token_ids = F.pad(
-        batch.token_ids.gather(1, anchors)[:, :, None], (0, width - 1), value=config.mask_token_id
-    )
+    anchor_tokens = batch.token_ids.gather(1, anchors)[:, :, None]
+    token_ids = F.pad(anchor_tokens, (0, width - 1), value=config.mask_token_id)
     positions = anchors[:, :, None] + torch.arange(width, device=anchors.device)
     places, starts = anchors, None
     if packing is not None:  # the blocks of a row's sequences, one after the other

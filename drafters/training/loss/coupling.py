@@ -117,9 +117,8 @@ def _share_out(
     bonus = (F.embedding(best, head.right) @ left[..., None]).squeeze(-1).float() / temperature
     bonus[:, : head.first_slot] = 0
     old = logprobs.gather(-1, best)
-    logprobs.scatter_(
-        -1, best, (old + bonus).log_softmax(dim=-1) + old.logsumexp(dim=-1, keepdim=True)
-    )
+    moved = (old + bonus).log_softmax(dim=-1) + old.logsumexp(dim=-1, keepdim=True)
+    logprobs.scatter_(-1, best, moved)
 
 
 def _ranks(scores: Tensor, labels: Tensor) -> Tensor:
@@ -135,18 +134,16 @@ def _alternatives(
     best = (logprobs + noise).topk(min(BEST, vocab_size), dim=-1).indices
     others = torch.randint(vocab_size, (count, OTHERS), generator=generator, device=labels.device)
     tokens = torch.cat([labels[:, None], best, others], dim=1)
-    named = torch.zeros_like(logprobs, dtype=torch.bool).scatter_(
-        1, tokens[:, : best.shape[1] + 1], True
-    )
+    taken = tokens[:, : best.shape[1] + 1]
+    named = torch.zeros_like(logprobs, dtype=torch.bool).scatter_(1, taken, True)
     # A drawn token stands for as many as there are for each draw, and for none where it is named
     # already.
     weight = torch.full((), vocab_size / OTHERS, device=labels.device).log()
     drawn = torch.where(named.gather(1, others), -torch.inf, weight)
     once = torch.where(best == labels[:, None], -torch.inf, 0.0)
     counts = torch.cat([torch.zeros_like(once[:, :1]), once, drawn], dim=1)
-    return Choices(
-        slots, logprobs.gather(1, tokens), noise.gather(1, tokens), counts, torch.zeros_like(labels)
-    )
+    own = logprobs.gather(1, tokens)
+    return Choices(slots, own, noise.gather(1, tokens), counts, torch.zeros_like(labels))
 
 
 class Fitted(NamedTuple):

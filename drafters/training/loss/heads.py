@@ -65,9 +65,8 @@ def init_head(model: nn.Module, names: set[str], generator: torch.Generator, sca
         elif "norm" in name:
             parameter.fill_(1.0)
         elif "parametrizations" in name:  # so that a row of the table has numbers around 1
-            nn.init.normal_(
-                parameter, std=1 / (scale * parameter.shape[1] ** 0.5), generator=generator
-            )
+            spread = 1 / (scale * parameter.shape[1] ** 0.5)
+            nn.init.normal_(parameter, std=spread, generator=generator)
         elif any(part in name for part in ("markov_w1", "predecessor_codebook", "token_embed")):
             nn.init.normal_(parameter, generator=generator)
         elif name.startswith(("lilicorr", "refiner_head", "prefix_gru")) and parameter.ndim == 2:

@@ -171,9 +171,8 @@ class Objective:
         with torch.no_grad():
             final = base
             if config.confidence:  # the candidates keep the probability that they have together
-                final = base.float().scatter(
-                    -1, tokens, logprobs + old.logsumexp(dim=-1, keepdim=True)
-                )
+                moved = logprobs + old.logsumexp(dim=-1, keepdim=True)
+                final = base.float().scatter(-1, tokens, moved)
         return loss + chosen, weight, matches, final
 
     def _confidence(

@@ -179,9 +179,8 @@ def gathered(setup: Setup[AiterTriton], group: Group, layer: Layer, dtype: torch
     stretch, where anything may lie.
     """
     width = power_of_two(blocks_for(max(group.max_seq_len, WIDEST_TILE), setup.spec.block_size))
-    columns = torch.arange(width, device=group.block_table.device).clamp(
-        max=group.block_table.shape[1] - 1
-    )
+    last = group.block_table.shape[1] - 1
+    columns = torch.arange(width, device=group.block_table.device).clamp(max=last)
     key, value = read_blocks(layer.cache, group.block_table.index_select(1, columns), setup.layout)
     return Keys(key.to(dtype), value.to(dtype), None)
 

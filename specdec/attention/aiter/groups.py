@@ -219,9 +219,8 @@ def plan_packed(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
     members: dict[int, list[int]] = {}
     for i, count in enumerate(metadata.query_lens):
         members.setdefault(count, []).append(i)
-    return AiterPlan(
-        [_group(metadata, "decode", m, block_size) for m in members.values()], metadata.slot_mapping
-    )
+    groups = [_group(metadata, "decode", m, block_size) for m in members.values()]
+    return AiterPlan(groups, metadata.slot_mapping)
 
 
 def _whole(metadata: AttentionMetadata, phase: Phase, block_size: int) -> Group:

@@ -121,9 +121,8 @@ class TorchRefBackend(AttentionBackend):
         if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2:
             reasons.append(f"dtype {spec.dtype} (it takes float32, bfloat16 and float16)")
         if spec.kv_dtype != spec.dtype:
-            reasons.append(
-                f"a {spec.kv_dtype} cache (it stores keys and values in the model's own type)"
-            )
+            what = f"a {spec.kv_dtype} cache (it stores keys and values in the model's own type)"
+            reasons.append(what)
         if spec.num_heads % spec.num_kv_heads:
             reasons.append(
                 f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly"
@@ -211,9 +210,8 @@ class TorchRefBackend(AttentionBackend):
                     for j in range(width)
                 ]
                 segment.rows = torch.tensor([max(place, 0) for place in places], device=device)
-                segment.kept = torch.tensor(
-                    [n for n, place in enumerate(places) if place >= 0], device=device
-                )
+                kept = [n for n, place in enumerate(places) if place >= 0]
+                segment.kept = torch.tensor(kept, device=device)
             segments.append(segment)
         return segments
 

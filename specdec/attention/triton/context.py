@@ -98,9 +98,8 @@ def plan_rectangles(metadata: AttentionMetadata, block_size: int) -> AttentionMe
     groups = [parts[a:b] for a, b in zip([0, *cuts], [*cuts, len(parts)], strict=True)]
     counts = [[0, *accumulate(part.num_rows for part in group)] for group in groups]
     of_parts = [part.end for part in parts] + [part.request for part in parts]
-    values = torch.tensor(
-        sum(counts, of_parts), dtype=torch.int32, pin_memory=metadata.seq_lens.is_cuda
-    )
+    numbers = sum(counts, of_parts)
+    values = torch.tensor(numbers, dtype=torch.int32, pin_memory=metadata.seq_lens.is_cuda)
     ends, requests, starts = values.to(metadata.seq_lens.device, non_blocking=True).tensor_split(
         [len(parts), 2 * len(parts)]
     )

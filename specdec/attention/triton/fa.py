@@ -61,9 +61,8 @@ class TritonFaBackend(AttentionBackend):
         if spec.kv_dtype != spec.dtype and not reasons:
             reasons += _cache_reasons(spec)
         if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 2:
-            reasons.append(
-                f"head size {spec.head_dim} (the kernels take even ones up to {MAX_HEAD_DIM})"
-            )
+            what = f"head size {spec.head_dim} (the kernels take even ones up to {MAX_HEAD_DIM})"
+            reasons.append(what)
         if spec.num_heads % spec.num_kv_heads:
             reasons.append(
                 f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly"
@@ -187,9 +186,8 @@ class TritonFaBackend(AttentionBackend):
         if metadata.visibility != "causal" or metadata.max_query_len < PREFILL_ROWS:
             return False
         spec = self.spec
-        tile = self._prefill.prefill_tile(
-            self._group, spec.head_dim, spec.dtype, shared_memory(spec.device)
-        )
+        memory = shared_memory(spec.device)
+        tile = self._prefill.prefill_tile(self._group, spec.head_dim, spec.dtype, memory)
         return self.num_splits(metadata, window, tile) == 1
 
     def tile(self, metadata: AttentionMetadata) -> "Tile":

@@ -130,9 +130,8 @@ def _append_logprobs(
         value, top_ids, top_values = logprobs[place]
         request.logprobs.append(value)
         if request.sampling.top_logprobs:
-            request.top_logprobs.append(
-                top_of(token, value, top_ids, top_values, request.sampling.top_logprobs)
-            )
+            top = top_of(token, value, top_ids, top_values, request.sampling.top_logprobs)
+            request.top_logprobs.append(top)
 
 
 def _explain(request: Request, rows: Sequence[int]) -> None:

@@ -88,9 +88,8 @@ class PrefixCache:
             return []
         params = request.sampling
         if request.request_id not in self._sequences:
-            self._sequences[request.request_id] = _Sequence(
-                prefix_root(rope_len=request.rope_len, salt=params.cache_salt)
-            )
+            root = prefix_root(rope_len=request.rope_len, salt=params.cache_salt)
+            self._sequences[request.request_id] = _Sequence(root)
         digests = self._digests(request, tokens)
         # The last token is always computed: its logits choose the first output token. So are all
         # whose logits are asked for.

@@ -46,9 +46,8 @@ def takes_aiter_layers(backend: AttentionBackend | MlaBackend, *, fused: bool) -
     device, dtype = backend.spec.device, backend.spec.dtype
     reasons = KERNEL.reasons(device, dtype)
     if not fused:
-        reasons.append(
-            f"they take the place of fused layers, and there are none around {backend.name}"
-        )
+        what = f"they take the place of fused layers, and there are none around {backend.name}"
+        reasons.append(what)
     if reasons:
         _stays_out("; ".join(reasons))
     return not reasons and KERNEL.runs_on(device, dtype)

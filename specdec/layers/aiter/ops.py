@@ -81,9 +81,8 @@ class AiterOps(TritonOps):
             return super().attend(qkv, inputs)
         assert isinstance(backend, RocmAiterFaBackend)
         spec = backend.spec
-        query, key, value = qkv.split_with_sizes(
-            [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1
-        )
+        counts = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        query, key, value = qkv.split_with_sizes(counts, dim=1)
         views = shuffled(cache) if backend.layout == "shuffle" else cache
         query, key = self._aiter.rotate_and_store(
             query, key, value, views, plan.slot_mapping, angles.row_index, angles.cos, angles.sin

@@ -110,9 +110,8 @@ def _routing_deviations(device: torch.device) -> Iterator[Deviation]:
     for routing in (Routing(60, 4), grouped):
         numbers = normal(10, routing.num_experts)
         logits, bias = numbers[:9], numbers[9] / 8 if routing.biased else None
-        weights, ids = triton_router.route(
-            logits.to(device), routing, None if bias is None else bias.to(device)
-        )
+        added = None if bias is None else bias.to(device)
+        weights, ids = triton_router.route(logits.to(device), routing, added)
         plain, plain_ids = route(logits, routing, bias)
         scores = logits.double().gather(-1, plain_ids)
         exact = scores.softmax(-1)

@@ -137,9 +137,8 @@ def _weight(code: Code, shape: tuple[int, ...], dtype: torch.dtype) -> PackedWei
     if code == "e4m3":
         return PackedWeight(normal(*shape).to(torch.float8_e4m3fn), scale, None, 32, code, dtype)
     halves = code != "int8"
-    codes = torch.randint(
-        0, 256, (*outer, inputs // (1 + halves)), generator=torch.Generator().manual_seed(inputs)
-    )
+    shape_of_codes = (*outer, inputs // (1 + halves))
+    codes = torch.randint(0, 256, shape_of_codes, generator=torch.Generator().manual_seed(inputs))
     zero = (2 * normal(*scale.shape)).round() + 7 if code == "int4" else None
     stored = codes.to(torch.uint8) if halves else (codes - 128).to(torch.int8)
     return PackedWeight(stored, scale, zero, 32, code, dtype)

@@ -164,9 +164,8 @@ def _gate_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
             part[:5, groups * width :] for part in (joined, joined.to(device))
         )  # of wider rows
         for first, sigmoid in ((False, False), (True, False), (False, True)):
-            norm = GroupNorm(
-                weight[0] if first else weight[0, :width], EPSILON, width, first, sigmoid
-            )
+            own = weight[0] if first else weight[0, :width]
+            norm = GroupNorm(own, EPSILON, width, first, sigmoid)
             there = norm._replace(weight=norm.weight.to(device))._asdict()
             wide = norm._replace(weight=norm.weight.double())
             yield deviation(

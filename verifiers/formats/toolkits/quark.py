@@ -58,9 +58,8 @@ class Quark(Format):
         self._reordered = word(export, "pack_method", default="reorder") == "reorder"
         everywhere = _scheme("global_quant_config", quantization.get("global_quant_config"))
         types = dict(_schemes(quantization, "layer_type_quant_config"))
-        self._common = next(
-            (scheme for name, scheme in types.items() if name.endswith("Linear")), everywhere
-        )
+        of_linear = (scheme for name, scheme in types.items() if name.endswith("Linear"))
+        self._common = next(of_linear, everywhere)
         self._layers = list(_schemes(quantization, "layer_quant_config"))
         schemes = [one for one in (self._common, *dict(self._layers).values()) if one is not None]
         groups = [scheme.block[1] for scheme in schemes if scheme.block]

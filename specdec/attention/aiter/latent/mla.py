@@ -191,9 +191,8 @@ class RocmAiterMlaBackend(AiterLatentBackend):
 
         def read(slots: Tensor) -> tuple[Tensor, Tensor]:
             latent = layer.cache.latent.flatten(0, 1).index_select(0, slots).to(key.dtype)
-            compressed, key_rope = latent.split(
-                [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1
-            )
+            widths = [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim]
+            compressed, key_rope = latent.split(widths, dim=-1)
             return _keys_and_values(compressed, key_rope, layer.up)
 
         return attend_in_chunks(

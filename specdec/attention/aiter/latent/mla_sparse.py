@@ -54,9 +54,8 @@ class RocmAiterMlaSparseBackend(AiterLatentBackend, SparseMlaBackend):
             )
         if spec.non_causal:
             reasons.append("non-causal blocks (the indexer's kernels are causal)")
-        return latents.unsupported_reasons(
-            spec, [AiterMla, AiterIndexer], reasons + _index_reasons(spec.indexer)
-        )
+        kernels = [AiterMla, AiterIndexer]
+        return latents.unsupported_reasons(spec, kernels, reasons + _index_reasons(spec.indexer))
 
     @classmethod
     def tree_reasons(cls, spec: MlaSpec) -> list[str]:
@@ -73,9 +72,8 @@ class RocmAiterMlaSparseBackend(AiterLatentBackend, SparseMlaBackend):
     def __init__(self, spec: MlaSpec) -> None:
         super().__init__(spec)
         assert spec.indexer is not None
-        self._indexer = AiterIndexerKernels(
-            spec.indexer, spec.block_size, specdec.device.device.float8_dtype(spec.device)
-        )
+        fp8 = specdec.device.device.float8_dtype(spec.device)
+        self._indexer = AiterIndexerKernels(spec.indexer, spec.block_size, fp8)
         self._planner = SparsePlanner(self._kernels, spec.indexer.topk)
         self.steady_len = spec.indexer.topk - 1  # the first row of a step makes it `topk`
 
@@ -83,9 +81,8 @@ class RocmAiterMlaSparseBackend(AiterLatentBackend, SparseMlaBackend):
     def cache_spec(self) -> LatentLayerSpec:
         """A latent and, in 8 bits with a scale, the indexer's key."""
         assert self.spec.indexer is not None
-        return LatentLayerSpec(
-            self.spec.latent_dim, self.spec.indexer.head_dim + SCALE_BYTES, self._kernels.max_tokens
-        )
+        index_bytes = self.spec.indexer.head_dim + SCALE_BYTES
+        return LatentLayerSpec(self.spec.latent_dim, index_bytes, self._kernels.max_tokens)
 
     def plan(self, metadata: AttentionMetadata) -> SparsePlan:
         """Index lists and AITER's work plan; only the newest plan of a backend may run."""

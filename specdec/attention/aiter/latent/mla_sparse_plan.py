@@ -100,9 +100,8 @@ class WorkPlan:
         """
         count = len(lengths)
         self.kv_indptr[1 : count + 1].copy_(lengths.cumsum(0))
-        self.kv_indptr[count + 1 :].copy_(
-            self.kv_indptr[count].expand(len(self.kv_indptr) - count - 1)
-        )
+        last = self.kv_indptr[count].expand(len(self.kv_indptr) - count - 1)
+        self.kv_indptr[count + 1 :].copy_(last)
 
 
 class SparseBuffers:
