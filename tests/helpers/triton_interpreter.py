@@ -179,6 +179,8 @@ def _remember_operands(semantic: Any) -> None:
     numbers: dict[int, tuple[type, ...]] = {id(core.float32): (float, int), id(core.int32): (int,)}
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     blocks: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    joined: dict[tuple[int, int], tuple[Any, list[int]]] = {}
+    handle: Any = import_module("triton.runtime.interpreter").TensorHandle
 
     def check_once(left: Any, right: Any, *rest: Any, **named: Any) -> tuple[Any, Any]:
         if not named and all(rest[2:3]):  # what is told otherwise is looked at otherwise
@@ -210,9 +212,19 @@ def _remember_operands(semantic: Any) -> None:
         return known[0]
 
     def broadcast_once(left: Any, right: Any) -> tuple[Any, Any]:
-        if left.type.is_block() and left.shape is right.shape:
+        if left.shape is right.shape:  # as of two scalars
             return left, right
-        return broadcast(left, right)
+        if (known := joined.get(key := (id(left.shape), id(right.shape)))) is None:
+            shape = broadcast(left, right)[0].type.shape
+            known = joined[key] = shape, list(shape)
+        return stretched(left, *known), stretched(right, *known)
+
+    def stretched(one: Any, shape: Any, sizes: list[int]) -> Any:
+        if one.type.is_block() and one.type.shape is shape:
+            return one
+        data = np.broadcast_to(one.handle.data, sizes)
+        kind = core.block_type(one.type.scalar, shape)
+        return semantic.tensor(handle(data, one.handle.dtype.scalar), kind)
 
     semantic.binary_op_type_checking_impl = check_once
     semantic.broadcast_impl_value = broadcast_once
