@@ -25,10 +25,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests of kernels that are asked for by name run in Triton's interpreter where there is no
-    GPU.
+    GPU. What processes keep that tests start is none of the user's.
     """
     from specdec.device.device import resolve_device
 
+    if cache := getattr(config, "cache", None):  # none with -p no:cacheprovider
+        os.environ.setdefault("SPECDEC_CACHE", str(cache.mkdir("specdec")))
     files = [Path(str(argument).partition("::")[0]) for argument in config.args]
     kernels = all(file.is_file() and "require_triton()" in file.read_text() for file in files)
     if files and kernels and resolve_device().type == "cpu":
