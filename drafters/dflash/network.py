@@ -53,10 +53,7 @@ class DFlashNetwork:
     ) -> None:
         self._config, self._attention, self._group = model.config, attention, group
         self._ops = ops_for(
-            attention,
-            convolves=model.config.convolves,
-            group=group,
-            width=model.config.hidden_size,
+            attention, convolves=model.config.convolves, group=group, width=model.config.hidden_size
         )
         self._backends = [attention] * len(model.layers)
         self._rope = rope_of(model.config, whole=True).to(attention.spec.device)

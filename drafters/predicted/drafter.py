@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters.composed.drafter import BoundComposed, ComposedDrafter
-from drafters.predicted.alignment import (
-    BEFORE,
-    COMPARED,
-    Alignment,
-    agreed,
-    align,
-    following,
-)
+from drafters.predicted.alignment import BEFORE, COMPARED, Alignment, agreed, align, following
 from drafters.suffix.matches import NOTHING
 from specdec.base.config import DraftSampling
 from specdec.base.metrics import PREDICTED

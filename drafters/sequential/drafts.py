@@ -69,12 +69,7 @@ class TokenByToken(BoundDrafter):
         return tree_of(token_ids, best_first(scores, batch.k), forecasts=self.forecasts)
 
     def _grown(
-        self,
-        batch: DecodeBatch,
-        last: Tensor,
-        beams: int,
-        features: Tensor | None,
-        hidden: Tensor,
+        self, batch: DecodeBatch, last: Tensor, beams: int, features: Tensor | None, hidden: Tensor
     ) -> DraftOutput:
         """A tree that grows by a level with every forward, from the hidden state [num_reqs, ...]
         that the first one gave; the other arguments are those of `Growth`.

@@ -86,11 +86,7 @@ class Growth:
     """
 
     def __init__(
-        self,
-        batch: DecodeBatch,
-        last: Tensor,
-        beams: int,
-        features: Tensor | None,
+        self, batch: DecodeBatch, last: Tensor, beams: int, features: Tensor | None
     ) -> None:
         self._batch, self.beams = batch, beams
         self._first = last.clamp(min=0)  # requests that only pad the batch may have read nothing

@@ -123,8 +123,7 @@ class TrainConfig:
         " multi-token prediction; it brings its own shape",
     )
     unroll: int | None = _positive(
-        None,
-        "steps that a drafter which goes token by token is unrolled for (default: its drafts)",
+        None, "steps that a drafter which goes token by token is unrolled for (default: its drafts)"
     )
     layers: int = _count(5, "draft layers")
     block_size: int = _option(16, "positions of a block, the anchor included")

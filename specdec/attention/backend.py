@@ -7,17 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import (
-    Any,
-    ClassVar,
-    Generic,
-    Literal,
-    NamedTuple,
-    Required,
-    TypedDict,
-    TypeVar,
-    Unpack,
-)
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Required, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor

@@ -64,10 +64,7 @@ def reasons_against_kernels(backend: type[AttentionBackend], spec: AttentionSpec
 
 
 def times_of_backends(
-    backends: Sequence[type[AttentionBackend]],
-    spec: AttentionSpec,
-    *,
-    again: bool = False,
+    backends: Sequence[type[AttentionBackend]], spec: AttentionSpec, *, again: bool = False
 ) -> dict[str, float]:
     """Microseconds of a step and a share of a prompt, by name; see `self_check.times_of`.
 

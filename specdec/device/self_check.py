@@ -307,10 +307,7 @@ def _folder(device: torch.device) -> Path:
 
 
 def _kept_or_run(
-    path: Path,
-    make: Callable[[], Verdict],
-    device: torch.device,
-    again: bool,
+    path: Path, make: Callable[[], Verdict], device: torch.device, again: bool
 ) -> Verdict:
     """The verdict in a file, made if there is none, or none can be kept."""
     kept = None if again else _read(path)

@@ -70,11 +70,7 @@ def read_gguf(
 
 
 def _made(
-    files: GgufFiles,
-    name: str,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    as_stored: bool,
+    files: GgufFiles, name: str, recipe: Recipe, dtype: torch.dtype, as_stored: bool
 ) -> Stored:
     sources = [files.stored(source) for source in recipe.sources]
     try:
@@ -89,10 +85,7 @@ def _made(
 
 
 def _ordered(
-    sources: list[Blocks],
-    rows: Tensor | None,
-    dtype: torch.dtype,
-    as_stored: bool,
+    sources: list[Blocks], rows: Tensor | None, dtype: torch.dtype, as_stored: bool
 ) -> Stored:
     """Tensors one below the other, those of experts within each, in another order.
 
@@ -130,11 +123,7 @@ def kinds_of(files: GgufFiles) -> list[str]:
 
 
 def memory_of(
-    files: GgufFiles,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    as_stored: bool,
+    files: GgufFiles, device: torch.device, dtype: torch.dtype, *, as_stored: bool
 ) -> int:
     """Bytes of a model's weights where our layers multiply them.
 

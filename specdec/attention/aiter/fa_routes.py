@@ -48,13 +48,7 @@ from specdec.attention.aiter.fa_compiled import (
     windowed_varlen,
 )
 from specdec.attention.aiter.fa_trees import context_and_rows
-from specdec.attention.aiter.fa_triton import (
-    Layer,
-    gathered_kvcache,
-    kvcache,
-    own_kernel,
-    unified,
-)
+from specdec.attention.aiter.fa_triton import Layer, gathered_kvcache, kvcache, own_kernel, unified
 from specdec.attention.aiter.routes import Route, always, table
 from specdec.attention.backend import AttentionSpec
 

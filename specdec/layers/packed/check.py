@@ -91,10 +91,7 @@ def _table_deviation(weight: PackedWeight, device: torch.device) -> Deviation:
 
 
 def _product_deviations(
-    weight: PackedWeight,
-    device: torch.device,
-    *,
-    each: bool = True,
+    weight: PackedWeight, device: torch.device, *, each: bool = True
 ) -> Iterator[Deviation]:
     """Few rows in every way, and, unless `each` is false, more rows and many."""
     from specdec.layers.packed import triton_packed  # it imports Triton
