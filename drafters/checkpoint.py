@@ -40,11 +40,8 @@ def called(folder: str | Path, path: str | Path, *, kind: str = "drafter") -> It
     try:
         yield
     except SpecDecError as error:
-        named = (
-            str(error)
-            .replace(f"target {str(folder)!r}", f"{kind} {str(folder)!r}")
-            .replace(str(folder), str(path))
-        )
+        text = str(error).replace(f"target {str(folder)!r}", f"{kind} {str(folder)!r}")
+        named = text.replace(str(folder), str(path))
         raise type(error)(named) from error.__cause__
 
 
@@ -127,11 +124,8 @@ def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name = name.removeprefix("model.")
         if name.startswith("midlayer."):
             name = "layers.0." + name.removeprefix("midlayer.")
-        if (
-            not name.startswith("verifier_")
-            and name != "t2d"
-            and not name.endswith("rotary_emb.inv_freq")
-        ):
+        ours = not name.startswith("verifier_")
+        if ours and name != "t2d" and not name.endswith("rotary_emb.inv_freq"):
             renamed[name] = tensor
     return renamed
 

@@ -68,10 +68,8 @@ def _declared() -> frozenset[str]:
     """What configs of language models declare, and what older versions wrote of generation."""
     from transformers import GenerationConfig
 
-    return (
-        frozenset(name for kind in _all_kinds() for name in _fields(kind))
-        | GenerationConfig().to_dict().keys()
-    )
+    names = frozenset(name for kind in _all_kinds() for name in _fields(kind))
+    return names | GenerationConfig().to_dict().keys()
 
 
 def _fields(kind: str) -> Iterator[str]:
@@ -79,9 +77,7 @@ def _fields(kind: str) -> Iterator[str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     whole = CONFIG_MAPPING[kind]
-    for config in (
-        whole,
-        *(part for part in whole.sub_configs.values() if dataclasses.is_dataclass(part)),
-    ):
+    parts = (part for part in whole.sub_configs.values() if dataclasses.is_dataclass(part))
+    for config in (whole, *parts):
         yield from (field.name for field in dataclasses.fields(config))
         yield from config.attribute_map

@@ -41,9 +41,7 @@ def check_map(tensors: Mapping[str, Tensor], vocab_size: int) -> None:
     valid = offsets.dtype in (torch.int16, torch.int32, torch.int64)
     require(valid, f"tensor d2t is {offsets.dtype}; it must hold integers that reach all tokens")
     targets = target_ids(offsets)
-    inside = (
-        bool(((targets >= 0) & (targets < vocab_size)).all())
-        and targets.unique().numel() == targets.numel()
-    )
+    within = bool(((targets >= 0) & (targets < vocab_size)).all())
+    inside = within and targets.unique().numel() == targets.numel()
     what = f"d2t does not map {len(targets)} draft tokens to distinct tokens below {vocab_size}"
     require(inside, what)

@@ -44,10 +44,8 @@ class Calibration:
 
     def correct(self, raw: Tensor, *, of_trees: bool) -> Forecasts:
         """Puts forecasts float32 [P, num_reqs] right."""
-        return Forecasts(
-            raw,
-            *(_correct_on_triton if self._on_triton else _correct)(raw, self._sums[int(of_trees)]),
-        )
+        correct = _correct_on_triton if self._on_triton else _correct
+        return Forecasts(raw, *correct(raw, self._sums[int(of_trees)]))
 
     def observe(
         self,

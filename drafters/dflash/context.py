@@ -86,7 +86,5 @@ def norm_of(module: nn.RMSNorm, rounds_last: bool = False) -> Norm:
     """The norm of a module, which rounds before the weight or, as Gemma does, after it."""
     weight, epsilon = module.weight.detach(), module.eps
     assert epsilon is not None
-    return Norm(
-        weight.to(torch.promote_types(weight.dtype, torch.float32)) if rounds_last else weight,
-        epsilon,
-    )
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32)) if rounds_last else weight
+    return Norm(wide, epsilon)

@@ -89,10 +89,8 @@ def parse_coupling(raw: Any) -> Coupling | None:
         return None
     right = isinstance(raw, Mapping) and raw.keys() == {"temperatures", "a", "b"}
     said = sorted(raw) if isinstance(raw, Mapping) else type(raw).__name__
-    require(
-        right,
-        f"coupling is {said}; it must be an object with temperatures, a and b, or be left out",
-    )
+    what = f"coupling is {said}; it must be an object with temperatures, a and b, or be left out"
+    require(right, what)
     tables = (raw[name] if isinstance(raw[name], list) else [None] for name in ("a", "b"))
     return Coupling(_numbers(raw["temperatures"]), *(tuple(map(_numbers, rows)) for rows in tables))
 

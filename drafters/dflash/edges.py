@@ -99,10 +99,8 @@ def _within(compared: Guesses, head: Head, left: Tensor, columns: Tensor, bonus:
     """Corrections [num_reqs, K, C, C] that leave the tokens the head compares as likely, all
     together, as they were without it, and other tokens as they were, each.
     """
-    corrected = (
-        compared.scores[:, :, None]
-        + torch.matmul(left, F.embedding(compared.token_ids, head.right).mT).float()
-    )
+    scores = compared.scores[:, :, None]
+    corrected = scores + torch.matmul(left, F.embedding(compared.token_ids, head.right).mT).float()
     gained = corrected.logsumexp(dim=-1) - compared.scores.logsumexp(dim=-1)[:, :, None]
     known = (columns[..., None] == compared.token_ids[:, :, None]).any(dim=-1)
     return torch.where(known[:, :, None], bonus - gained[..., None], 0.0)
@@ -150,11 +148,8 @@ def check_edges(device: torch.device) -> Deviation:
         columns = torch.randint(90, (2, 6, count), generator=generator)
         scale = 0.5 + torch.rand(2, 6, generator=generator)
         scores = torch.randn(2, 6, count, generator=generator).log_softmax(dim=-1)
-        for dtype, factor, as_logprobs in (
-            (half, scale, True),
-            (torch.float16, None, False),
-            (torch.float32, None, True),
-        ):
+        kinds = ((half, scale, True), (torch.float16, None, False), (torch.float32, None, True))
+        for dtype, factor, as_logprobs in kinds:
             sides = left.to(dtype), right.to(dtype)
             bonus = torch.matmul(sides[0], sides[1][columns].mT)
             plain, exact = (
@@ -164,12 +159,8 @@ def check_edges(device: torch.device) -> Deviation:
                     (_exactly(*sides, columns), scores.double()),
                 )
             )
-            arguments = (
-                sides[0].to(device),
-                columns.to(device),
-                sides[1].to(device),
-                scores.to(device),
-            )
+            states = sides[0].to(device)
+            arguments = (states, columns.to(device), sides[1].to(device), scores.to(device))
             here = None if factor is None else factor.to(device)
             ours = triton_edges.edges(
                 *arguments, here, first_slot=first_slot, as_logprobs=as_logprobs

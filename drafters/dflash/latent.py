@@ -35,10 +35,8 @@ class LatentProjections(nn.Module):
     @property
     def first(self) -> list[nn.Linear]:
         """The projections of the layer's input."""
-        return [
-            cast(nn.Linear, self.q_proj if self.q_a_proj is None else self.q_a_proj),
-            self.kv_a_proj_with_mqa,
-        ]
+        first = cast(nn.Linear, self.q_proj if self.q_a_proj is None else self.q_a_proj)
+        return [first, self.kv_a_proj_with_mqa]
 
     @torch.no_grad()
     def put_halves_first(self, config: DFlashConfig) -> None:
@@ -60,10 +58,8 @@ class LatentProjections(nn.Module):
         """The attention over the paged cache; `down` is the product of `first`."""
         query = None
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            query = (
-                Norm(self.q_a_layernorm.weight.detach(), config.rms_norm_eps),
-                linear(self.q_b_proj.weight),
-            )
+            norm = Norm(self.q_a_layernorm.weight.detach(), config.rms_norm_eps)
+            query = (norm, linear(self.q_b_proj.weight))
         return LatentAttention(
             down=down,
             query=query,

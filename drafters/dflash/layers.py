@@ -44,10 +44,8 @@ class DFlashAttention(nn.Module):
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [..., heads, head_dim] of block rows [..., H]."""
         assert self.v_proj is not None
-        query, key, value = (
-            p(hidden).unflatten(-1, (-1, self.head_dim))
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (p(hidden).unflatten(-1, (-1, self.head_dim)) for p in projections)
         return turned(self.q_norm(query), cos, sin), turned(self.k_norm(key), cos, sin), value
 
 

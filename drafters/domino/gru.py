@@ -58,10 +58,8 @@ class DominoConfig(HeadConfig):
             nn.SiLU(),
             nn.Linear(self.rank, sizes.draft_vocab_size, bias=False),
         )
-        return {
-            "prefix_gru": nn.GRU(sizes.hidden_size, self.state_size, bias=False),
-            "embed_proj": projection,
-        }
+        gru = nn.GRU(sizes.hidden_size, self.state_size, bias=False)
+        return {"prefix_gru": gru, "embed_proj": projection}
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:
         return DominoHead(self, model, embed)

@@ -63,10 +63,8 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     query = layers.num_attention_heads * head_dim
     kv = layers.num_key_value_heads * head_dim
     taps = config.num_taps
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, taps * config.tap_width),
-        "norm.weight": (hidden,),
-    }
+    joined = (hidden, taps * config.tap_width)
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": joined, "norm.weight": (hidden,)}
     for index in range(layers.num_hidden_layers):
         given = hidden if index else 2 * hidden
         layer: dict[str, tuple[int, ...]] = {
@@ -117,10 +115,8 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     if config.mask_token_id is not None:
         shapes["mask_hidden"] = (1, 1, taps * config.tap_width)
     if config.draft_vocab_size is not None:
-        shapes |= {
-            "lm_head.weight": (config.draft_vocab_size, hidden),
-            "d2t": (config.draft_vocab_size,),
-        }
+        head = (config.draft_vocab_size, hidden)
+        shapes |= {"lm_head.weight": head, "d2t": (config.draft_vocab_size,)}
     if config.own_embeddings:
         shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
     return shapes

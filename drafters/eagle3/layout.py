@@ -100,10 +100,8 @@ def _flags(config: Eagle3Config) -> dict[str, bool]:
 
 
 def _to_sglang(config: Eagle3Config, dtype: str, stated: tuple[int, ...] | None) -> dict[str, Any]:
-    own: dict[str, Any] = {
-        "use_aux_hidden_state": True,
-        **{name: True for name, value in _flags(config).items() if value},
-    }
+    flags = {name: True for name, value in _flags(config).items() if value}
+    own: dict[str, Any] = {"use_aux_hidden_state": True, **flags}
     # SGLang reads the first, mostly as it is meant here; the second leaves no doubt.
     ids = {} if stated is None else {"target_layer_ids": list(stated)}
     if stated is not None:

@@ -178,10 +178,8 @@ class Eagle3Network(SequentialNetwork):
             "attention": attention if index else AttentionToBoth(attention, input_norm),
             "output": weights.join(f"{name}.self_attn", "o_proj"),
         }
-        products = (
-            weights.join(f"{name}.mlp", "gate_proj", "up_proj"),
-            weights.join(f"{name}.mlp", "down_proj"),
-        )
+        gate_up = weights.join(f"{name}.mlp", "gate_proj", "up_proj")
+        products = (gate_up, weights.join(f"{name}.mlp", "down_proj"))
         attended = weights.norm(f"{name}.post_attention_layernorm")
         if config.gemma is None:
             return DecoderLayer(**shared, mlp_norm=attended, mlp=GatedMLP(*products))

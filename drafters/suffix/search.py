@@ -82,10 +82,8 @@ def check_matches(device: torch.device) -> Deviation:
         chains = choice.best_chain(expected, plain.lengths, limits.longest)
         found += [mismatches(one, other) for one, other in zip(chosen, chains, strict=True)]
         tokens, *weights = _weigh_on_triton(expected.to(device), plain.lengths.to(device))
-        sides = (
-            choice.weigh(expected, plain.lengths),
-            choice.weigh(expected, plain.lengths.double()),
-        )
+        plainly = choice.weigh(expected, plain.lengths)
+        sides = (plainly, choice.weigh(expected, plain.lengths.double()))
         found.append(mismatches(tokens, sides[0].tokens))
         found += [
             deviation(*three) for three in zip(weights, sides[0][1:], sides[1][1:], strict=True)

@@ -82,18 +82,14 @@ def engine_run(
         engine=engine,
     )
     params = [sampling_of(config, a.temperature, a.seed, a.few_shot) for a in answers]
-    handles = [
-        decoder.session.submit(list(answer.prompt_ids), how)
-        for answer, how in zip(answers, params, strict=True)
-    ]
+    asked = zip(answers, params, strict=True)
+    handles = [decoder.session.submit(list(answer.prompt_ids), how) for answer, how in asked]
     results = [handle.result() for handle in handles]
     failed = next((result.error for result in results if result.error), None)
     if failed:
         raise SpecDecError(f"the engine failed on a held-out prompt: {failed}")
-    answered = [
-        replace(answer, answer_ids=result.token_ids)
-        for answer, result in zip(answers, results, strict=True)
-    ]
+    pairs = zip(answers, results, strict=True)
+    answered = [replace(answer, answer_ids=result.token_ids) for answer, result in pairs]
     return pooled(result.stats for result in results).tau, answered
 
 

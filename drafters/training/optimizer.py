@@ -66,10 +66,8 @@ class MasterOptimizer:
             master.grad = None if name in self._shards else torch.zeros_like(master)
         self._by_muon = {n for n, w in named.items() if kind == "muon" and w.ndim == 2}
         rest = [m for name, m in self.masters.items() if name not in self._by_muon]
-        groups = [
-            {"params": [m for m in rest if m.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [m for m in rest if m.ndim < 2], "weight_decay": 0.0},
-        ]
+        tables = {"params": [m for m in rest if m.ndim >= 2], "weight_decay": weight_decay}
+        groups = [tables, {"params": [m for m in rest if m.ndim < 2], "weight_decay": 0.0}]
         self.lr, self._clip = lr, clip
         self._parts: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)

@@ -43,11 +43,8 @@ def check_origin(folder: Path, origin: dict[str, Any]) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"{path} is damaged ({error})"
         raise CheckpointError(f"{what}; delete {folder} to write its files again") from error
-    changed = [
-        name
-        for name, value in origin["settings"].items()
-        if not alike(name, value, settings.get(name))
-    ]
+    written = origin["settings"].items()
+    changed = [name for name, value in written if not alike(name, value, settings.get(name))]
     if files != origin["prompt_files"]:
         changed.append("prompts")
     if changed:

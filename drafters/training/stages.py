@@ -52,10 +52,8 @@ def run_stages(stages: tuple[str, ...], config: TrainConfig) -> bool:
             raise InvalidInputError(f"{what}; {way_out}")
         for stage in stages:
             # None goes on before all have finished: the next stage reads what they have written.
-            complete = _everywhere(
-                {"answers": _answers, "train": _train, "finish": _finish}[stage](config, device),
-                device,
-            )
+            run = {"answers": _answers, "train": _train, "finish": _finish}[stage]
+            complete = _everywhere(run(config, device), device)
             # a model and its hooks refer to each other, and the next stage needs the memory
             gc.collect()
             if torch.cuda.is_available():

@@ -173,8 +173,5 @@ class PackedForward:
 
 def _unpack(packed: Tensor, places: Tensor, num_rows: int, width: int) -> Tensor:
     """Rows [n, C] at `places` int64 [n], as a new tensor [R, T, C], which autograd takes."""
-    return (
-        packed.new_zeros(num_rows * width, packed.shape[1])
-        .index_copy_(0, places, packed)
-        .view(num_rows, width, -1)
-    )
+    rows = packed.new_zeros(num_rows * width, packed.shape[1]).index_copy_(0, places, packed)
+    return rows.view(num_rows, width, -1)

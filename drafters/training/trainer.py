@@ -406,10 +406,8 @@ class Trainer:
         settings = {
             name: value for name, value in asdict(self.config).items() if name not in FREE_TO_CHANGE
         }
-        answers = {
-            "number of answers": len(self.train),
-            "draft tokens": fingerprint(self.model.d2t),
-        }
+        count = len(self.train)
+        answers = {"number of answers": count, "draft tokens": fingerprint(self.model.d2t)}
         return settings | {"drafter": repr(self.model.config)} | answers
 
     def _from_first(self, value: float) -> float:

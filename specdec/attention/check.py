@@ -145,10 +145,8 @@ class Requests:
         self.table = torch.stack(
             [torch.cat([table, table[:1].expand(max(counts) + 2 - len(table))]) for table in tables]
         ).int()
-        owned = [
-            table.repeat_interleave(self.size)[:n]
-            for table, n in zip(tables, phase.lengths, strict=True)
-        ]
+        each = zip(tables, phase.lengths, strict=True)
+        owned = [table.repeat_interleave(self.size)[:n] for table, n in each]
         places = torch.cat(owned)
         offsets = torch.cat([torch.arange(n) % self.size for n in phase.lengths])
         self.slots = places * self.size + offsets

@@ -56,11 +56,8 @@ def wanting_rocm(root: Path = _ROOT) -> list[str]:
     """
     if not (root / "dev/kfd").exists() or (root / "proc/driver/nvidia/version").exists():
         return []
-    return [
-        name
-        for name in architectures(root) or [UNKNOWN]
-        if name == UNKNOWN or name.startswith(SERVED)
-    ]
+    found = architectures(root) or [UNKNOWN]
+    return [name for name in found if name == UNKNOWN or name.startswith(SERVED)]
 
 
 def free_of_apu(root: Path = _ROOT) -> int | None:

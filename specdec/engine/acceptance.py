@@ -235,11 +235,8 @@ def _plain_path(
     path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     chosen = token_ids.gather(1, path)
-    return (
-        chosen,
-        _last(chosen, num_accepted),
-        _prefix_length(finite.gather(1, path)) > num_accepted,
-    )
+    anchors = _last(chosen, num_accepted)
+    return chosen, anchors, _prefix_length(finite.gather(1, path)) > num_accepted
 
 
 def follow(
@@ -299,11 +296,8 @@ def check_acceptance(device: torch.device) -> Deviation:
             sides = ours(*(tensor.to(device) for tensor in given)), plain(*given)
             found += [mismatches(*pair) for pair in zip(*sides, strict=True)]
         of_paths = path, tokens, torch.rand(9 * rows, 1100, generator=generator)
-        for one, other in zip(
-            triton_acceptance.follow(*(tensor.to(device) for tensor in of_paths)),
-            _plainly_follow(*of_paths),
-            strict=True,
-        ):
+        followed = triton_acceptance.follow(*(tensor.to(device) for tensor in of_paths))
+        for one, other in zip(followed, _plainly_follow(*of_paths), strict=True):
             assert one is not None and other is not None
             found.append(mismatches(one, other))
     return worst(found)

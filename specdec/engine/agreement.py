@@ -33,12 +33,8 @@ def agreed(accepted: AcceptOutput, group: Group | None) -> AcceptOutput:
     """
     if group is None or os.environ.get(VARIABLE) == "0":
         return accepted
-    parts = [
-        accepted.num_accepted,
-        accepted.next_anchors,
-        accepted.finite.long(),
-        accepted.token_ids,
-    ]
+    whole = accepted.finite.long()
+    parts = [accepted.num_accepted, accepted.next_anchors, whole, accepted.token_ids]
     parts += [] if accepted.path is None else [accepted.path]
     # One part behind the other, so that each is contiguous, as kernels read them.
     flat = same(torch.cat([part.flatten() for part in parts]), group)

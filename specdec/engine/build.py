@@ -151,10 +151,8 @@ def build_engine(
         device=device,
         **states,
     )
-    target_caches, drafter_caches = (
-        kv_cache.layers[: len(target_specs)],
-        kv_cache.layers[len(target_specs) :],
-    )
+    caches = kv_cache.layers[: len(target_specs)]
+    target_caches, drafter_caches = caches, kv_cache.layers[len(target_specs) :]
 
     pool = BlockPool(num_blocks, snapshots if recurrent else None)
     prefix = PrefixCache(

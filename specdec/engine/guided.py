@@ -171,10 +171,8 @@ class GuidedGraphs(CapturedSteps[GuidedGraph]):
             step.accept()
             self._state.rest_padding()
 
-        replays = [
-            self._capture.capture(launch, (place, kind))
-            for place, launch in enumerate((step.draft, step.verify, accept))
-        ]
+        parts = enumerate((step.draft, step.verify, accept))
+        replays = [self._capture.capture(launch, (place, kind)) for place, launch in parts]
         return GuidedGraph(step, *replays)
 
 
@@ -193,10 +191,8 @@ def run_guided(
     packed: list[list[int]] = [[] for _ in requests]
     if coming and step.has_alternatives:
         with timer.phase("grammar"):
-            packed = [
-                _constrained(request, row, shape.drafts)
-                for request, row in zip(requests, coming.read(), strict=True)
-            ]
+            pairs = zip(requests, coming.read(), strict=True)
+            packed = [_constrained(request, row, shape.drafts) for request, row in pairs]
             step.replace(torch.tensor(packed, pin_memory=step.packed.is_cuda))
     launches.verify()
     with timer.phase("grammar"):

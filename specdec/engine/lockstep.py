@@ -249,12 +249,8 @@ def state_of(engine: SpecEngine) -> list[int]:
     preemptions, unread steps.
     """
     scheduler = engine.scheduler
-    counts = (
-        engine.pool.num_free,
-        len(scheduler.waiting),
-        len(scheduler.working),
-        scheduler.num_preemptions,
-    )
+    num_waiting = len(scheduler.waiting)
+    counts = (engine.pool.num_free, num_waiting, len(scheduler.working), scheduler.num_preemptions)
     return [*counts, len(engine.results)]
 
 

@@ -101,11 +101,8 @@ def graph_bytes(verifier: Verifier, num_rows: int, prefill_rows: int = 0) -> int
 
 def _check(device: torch.device, cache_bytes: int, state_bytes: int, for_graphs: int) -> None:
     """Logs the demand, or refuses it."""
-    free = (
-        free_memory(device)
-        + torch.cuda.memory_reserved(device)
-        - torch.cuda.memory_allocated(device)
-    )
+    room = free_memory(device) + torch.cuda.memory_reserved(device)
+    free = room - torch.cuda.memory_allocated(device)
     states = f", states of requests {_gib(state_bytes)}" if state_bytes else ""
     demand = (
         f"the KV cache takes {_gib(cache_bytes)}{states} and captured steps about"

@@ -209,10 +209,8 @@ class SlotState:
             selection.tensors = slots, self.sampling.select(slots, selection.plan)
         slots, sampling = selection.tensors
         sampling.select_past(slots, self.sampling)
-        bounds = {
-            "max_seq_len": self.max_seq_len(selection, shape.drafts),
-            "min_seq_len": selection.shortest,
-        }
+        longest = self.max_seq_len(selection, shape.drafts)
+        bounds = {"max_seq_len": longest, "min_seq_len": selection.shortest}
         return self.gather(slots, sampling, shape=shape, context=context, **bounds)
 
     def max_seq_len(self, selection: Selection, k: int) -> int:

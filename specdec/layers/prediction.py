@@ -90,12 +90,8 @@ class PredictionLayers:
         """Bytes of the weights that a forward of many rows reads, but for a head that is the
         target's.
         """
-        own = [
-            self.projection,
-            self.head,
-            self.back,
-            None if self.clusters is None else self.clusters.centroids,
-        ]
+        centroids = None if self.clusters is None else self.clusters.centroids
+        own = [self.projection, self.head, self.back, centroids]
         return self.decoder.nbytes + sum(one.nbytes for one in own if one is not None)
 
     def features(self, raw: Tensor) -> Tensor:

@@ -272,10 +272,8 @@ class Executor:
             return self._ranks.why_ended()
         if self._ended not in (None, _INTERRUPTED):
             return self._ended
-        lost = any(
-            words in str(error)
-            for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-        )
+        signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+        lost = any(words in str(error) for words in signs)
         if lost:
             return "another rank of the tensor-parallel group has ended; torchrun says which"
         return None

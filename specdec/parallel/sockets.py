@@ -45,10 +45,8 @@ def rank_sockets() -> Iterator[None]:
     if not on_one_machine():
         before = listening()
         yield
-        found = (
-            ", ".join(f"{host}:{port}" for host, port in sorted(listening() - before))
-            or "ports of their own"
-        )
+        places = ", ".join(f"{host}:{port}" for host, port in sorted(listening() - before))
+        found = places or "ports of their own"
         logger.warning(
             "ranks on several machines meet at %s:%s, and this one listens on %s, without a secret;"
             " keep strangers out of that"

@@ -119,11 +119,8 @@ def router(weights: Weights, description: Description) -> Router:
     """What chooses among those experts; AITER's kernels on AMD GPUs that they are built for."""
     routing = description.routing
     assert routing is not None, "a family with experts says how they are chosen"
-    scope = next(
-        weights.under(name)
-        for name in ("router.", "router.proj.", "gate.")
-        if weights.has(f"{name}weight")
-    )
+    scopes = ("router.", "router.proj.", "gate.")
+    scope = next(weights.under(name) for name in scopes if weights.has(f"{name}weight"))
     weight, gate_bias = scope.tensor("weight"), scope.optional("bias")
     if (bias := scope.optional("e_score_correction_bias")) is not None:
         bias = bias.flatten()  # ERNIE's has an axis of one

@@ -92,10 +92,8 @@ def _ropes(config: Any) -> Sequence[Mapping[str, Any] | None]:
     if not parameters or parameters.get("rope_theta", 0) is None:
         return [None] * config.num_hidden_layers
     by_kind = "rope_type" not in parameters
-    ropes = [
-        (parameters[kind] if by_kind else parameters) if on else None
-        for kind, on in zip(kinds, rotated, strict=True)
-    ]
+    each = zip(kinds, rotated, strict=True)
+    ropes = [(parameters[kind] if by_kind else parameters) if on else None for kind, on in each]
     whole = {} if family_of(config).partial_rope else {"partial_rotary_factor": None}
     return [
         {**one, **whole} if one and one["rope_type"] != "proportional" else one for one in ropes

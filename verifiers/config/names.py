@@ -85,9 +85,7 @@ def predicts(config: Any, names: Collection[str] = ()) -> bool:
     """
     layers = family_of(config).prediction
     if layers is None or not names:
-        stated = (
-            getattr(config, name, None)
-            for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-        )
+        counts = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+        stated = (getattr(config, name, None) for name in counts)
         return layers is not None and any(stated)
     return any(prediction_name(name, config, layers) is not None for name in names)

@@ -171,10 +171,8 @@ def _layer_specs(
 
 def layer_caches(config: PreTrainedConfig) -> list[list[int]]:
     """For each decoder layer, which of the `layer_specs` are its own."""
-    counts = [
-        attends(config, layer) + is_recurrent(config, layer)
-        for layer in range(config.num_hidden_layers)
-    ]
+    layers = range(config.num_hidden_layers)
+    counts = [attends(config, layer) + is_recurrent(config, layer) for layer in layers]
     return [list(range(end - n, end)) for n, end in zip(counts, accumulate(counts), strict=True)]
 
 

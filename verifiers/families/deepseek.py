@@ -61,10 +61,8 @@ def latent_entries(facts: Facts, entries: Entries) -> Entries:
     }
     if (scale := facts("rope.scaling.yarn_log_multiplier")) is not None:
         stretch = float(f"{10 * scale:.6g}")
-        found["rope_parameters"] = entries["rope_parameters"] | {
-            "mscale": stretch,
-            "mscale_all_dim": stretch,
-        }
+        rope = entries["rope_parameters"]
+        found["rope_parameters"] = rope | {"mscale": stretch, "mscale_all_dim": stretch}
     experts = facts("expert_count", 0)
     if not experts:
         return {"model_type": "youtu", **found}
@@ -81,11 +79,8 @@ def latent_entries(facts: Facts, entries: Entries) -> Entries:
     if facts("expert_gating_func", 0) == SIGMOID or facts.has("exp_probs_b.bias"):
         return {"model_type": "deepseek_v3", **found, "num_nextn_predict_layers": 0}
     grouped = facts("expert_group_count", 1) > 1
-    return {
-        "model_type": "deepseek_v2",
-        **found,
-        "topk_method": "group_limited_greedy" if grouped else "greedy",
-    }
+    method = "group_limited_greedy" if grouped else "greedy"
+    return {"model_type": "deepseek_v2", **found, "topk_method": method}
 
 
 def _indexed(facts: Facts) -> Entries:

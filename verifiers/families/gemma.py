@@ -66,13 +66,11 @@ def _gemma3_entries(facts: Facts, entries: Entries) -> Entries:
     local = {"rope_type": "default", "rope_theta": facts("rope.freq_base_swa", 10000.0)}
     full = {"rope_theta": facts("rope.freq_base", 1000000.0)}
     slides = facts("attention.sliding_window")
+    ropes = {"sliding_attention": local, "full_attention": entries["rope_parameters"] | full}
     return {
         "query_pre_attn_scalar": _scalar(facts, entries, 62),
         "layer_types": windows(facts, 6) if slides else [FULL] * facts.layers,
-        "rope_parameters": {
-            "sliding_attention": local,
-            "full_attention": entries["rope_parameters"] | full,
-        },
+        "rope_parameters": ropes,
     }
 
 

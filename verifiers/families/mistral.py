@@ -36,11 +36,8 @@ def _tempered(rope: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _ministral3_entries(facts: Facts, entries: Entries) -> Entries:
     scale = facts("rope.scaling.yarn_log_multiplier")
-    more = {
-        "mscale": 1.0,
-        "mscale_all_dim": scale,
-        "llama_4_scaling_beta": facts("attention.temperature_scale"),
-    }
+    scaling = facts("attention.temperature_scale")
+    more = {"mscale": 1.0, "mscale_all_dim": scale, "llama_4_scaling_beta": scaling}
     if facts("rope.scaling.type") != "yarn" or None in more.values():
         return {"model_type": "llama", **llama_entries(facts, entries)}
     return {"rope_parameters": entries["rope_parameters"] | more}

@@ -32,11 +32,8 @@ def _entries(facts: Facts, entries: Entries) -> Entries:
         return {}
     full = entries["rope_parameters"]
     local = {"rope_type": "default", "rope_theta": facts("rope.freq_base_swa", full["rope_theta"])}
-    return {
-        "model_type": "olmo3",
-        "layer_types": windows(facts, 4),
-        "rope_parameters": {"sliding_attention": local, "full_attention": full},
-    }
+    ropes = {"sliding_attention": local, "full_attention": full}
+    return {"model_type": "olmo3", "layer_types": windows(facts, 4), "rope_parameters": ropes}
 
 
 FAMILIES = {

@@ -134,10 +134,8 @@ def tokenizer_files(files: GgufFiles) -> dict[str, bytes]:
         UnsupportedModelError: one of a kind that is not read.
     """
     made = _Vocabulary(files)
-    return {
-        "tokenizer.json": made.tokenizer().to_str().encode(),
-        "tokenizer_config.json": json.dumps(made.config(), indent=2, ensure_ascii=False).encode(),
-    }
+    config = json.dumps(made.config(), indent=2, ensure_ascii=False).encode()
+    return {"tokenizer.json": made.tokenizer().to_str().encode(), "tokenizer_config.json": config}
 
 
 def end_ids(files: GgufFiles) -> list[int]:

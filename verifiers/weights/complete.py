@@ -51,11 +51,8 @@ def check_shapes(
     Raises:
         CheckpointError: one is missing, or is something else.
     """
-    missing = [
-        name
-        for name in sorted(shapes.keys() - weights.keys())
-        if not any(re.search(one, name) for one in ignored)
-    ]
+    absent = sorted(shapes.keys() - weights.keys())
+    missing = [name for name in absent if not any(re.search(one, name) for one in ignored)]
     if missing:
         what = f"it lacks {len(missing)} tensors, the first being {missing[0]!r}"
         raise CheckpointError(f"{what}; fetch the whole checkpoint again")

@@ -272,10 +272,8 @@ def _key_rules(config: Any, description: Description, ranks: int) -> Iterator[tu
     shapes = [head_shape(config, layer) for layer in range(config.num_hidden_layers)]
     first, *_ = shapes
     others = {layer: shape for layer, shape in enumerate(shapes) if shape[:2] != first[:2]}
-    for where, (heads, kv_heads, *_) in [
-        *((rf"layers\.{layer}\.", shape) for layer, shape in others.items()),
-        ("", first),
-    ]:
+    places = [*((rf"layers\.{layer}\.", shape) for layer, shape in others.items()), ("", first)]
+    for where, (heads, kv_heads, *_) in places:
         shared = kv_heads if kv_heads < ranks else 0
         one, three = _Rule(-2, shared=(shared,)), (heads, kv_heads, kv_heads)
         keys = _Rule(-2, three, shared=(0, shared, shared))

@@ -310,7 +310,5 @@ def default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ..
     """
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
-    return tuple(
-        round(1 + i * (num_target_layers - 4) / (num_draft_layers - 1))
-        for i in range(num_draft_layers)
-    )
+    layers = range(num_draft_layers)
+    return tuple(round(1 + i * (num_target_layers - 4) / (num_draft_layers - 1)) for i in layers)

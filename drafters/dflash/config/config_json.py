@@ -93,10 +93,8 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "num_target_layers is unknown; the z-lab layout needs the target's layer count (specdec"
         " convert --model)",
     )
-    by_kind = all(
-        causal == (window is not None)
-        for window, causal in zip(config.windows, config.causal, strict=True)
-    )
+    pairs = zip(config.windows, config.causal, strict=True)
+    by_kind = all(causal == (window is not None) for window, causal in pairs)
     uniform = by_kind or len(set(config.causal)) == 1
     require(uniform, f"causality {config.causal} by layer has no key in the z-lab layout")
     own = {
@@ -129,12 +127,8 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         top = head | {"sample_from_anchor": config.sample_from_anchor}
     if config.algorithm == "xpress":  # or vLLM takes it that a block has as many rows as it drafts
         top["xpress_block_size"] = config.block_size
-    return (
-        result
-        | {name: value for name, value in optional.items() if value is not None}
-        | top
-        | {"dflash_config": own}
-    )
+    stated = result | {name: value for name, value in optional.items() if value is not None} | top
+    return stated | {"dflash_config": own}
 
 
 def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:

@@ -262,11 +262,8 @@ def _layer_kinds(
     )
     own, top, layers, defaults = keys.places
     outer, inner = Keys([top, layers, own, defaults]), Keys([own])
-    answers = (
-        outer.flag("is_causal"),
-        inner.flag("causal"),
-        *map(keys.flag, ("causal", "causal_head", "dflash_query_causal")),
-    )
+    flags = map(keys.flag, ("causal", "causal_head", "dflash_query_causal"))
+    answers = (outer.flag("is_causal"), inner.flag("causal"), *flags)
     stated = next((answer for answer in answers if answer is not None), None)
     non_causal = _or(keys.flag("sliding_window_non_causal"), non_causal)
     causal = tuple(

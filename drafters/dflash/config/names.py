@@ -27,12 +27,10 @@ def zlab_names(tensors: Mapping[str, Tensor], config: DFlashConfig) -> dict[str,
     """
     query = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
+    halves = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
     joined = {
         "self_attn.qkv_proj": {"q_proj": query, "k_proj": kv, "v_proj": kv},
-        "mlp.gate_up_proj": {
-            "gate_proj": config.intermediate_size,
-            "up_proj": config.intermediate_size,
-        },
+        "mlp.gate_up_proj": halves,
     }
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

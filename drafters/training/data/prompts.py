@@ -128,10 +128,8 @@ def few_shot_text(examples: Sequence[TrainingPrompt], question: str) -> str:
     >>> few_shot_text([shot], "2 + 2?")
     'Question: 1 + 1?\nAnswer: 2\n\nQuestion: 2 + 2?\nAnswer:'
     """
-    return (
-        "".join(f"Question: {e.question}\nAnswer: {e.answer}\n\n" for e in examples)
-        + f"Question: {question}\nAnswer:"
-    )
+    shown = "".join(f"Question: {e.question}\nAnswer: {e.answer}\n\n" for e in examples)
+    return shown + f"Question: {question}\nAnswer:"
 
 
 def vary(prompt: TrainingPrompt, random: Random, version: int) -> TrainingPrompt:

@@ -104,10 +104,8 @@ def fill_shards(
     started: dict[int, tuple[str, int, Job]] = {}
     progress = _Progress(sum(left.values()), title, say)
     kept = sum(map(len, journals.values()))
-    say(
-        f"{title}: {progress.total:,} to write in {len(shards)} files"
-        + f", {kept:,} are there" * (kept > 0)
-    )
+    text = f"{title}: {progress.total:,} to write in {len(shards)} files"
+    say(text + f", {kept:,} are there" * (kept > 0))
 
     def prompts() -> Iterator[Asked]:
         numbers = count()

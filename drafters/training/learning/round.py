@@ -55,10 +55,8 @@ def learn(config: TrainConfig) -> bool:
     model.config = replace(model.config, coupling=read_checkpoint(config.init)[0].coupling)
     target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher)
 
-    sets = (
-        answer_set(config, model, some, verifier.device, config.max_length)
-        for some in (trained, heldout)
-    )
+    both = (trained, heldout)
+    sets = (answer_set(config, model, some, verifier.device, config.max_length) for some in both)
     trainer = Trainer(config, model, target, *sets)
     say(f"learn: {len(trainer.train)} requests, and {len(trainer.heldout)} newer ones held out")
     if not trainer.run():

@@ -207,10 +207,8 @@ class _Drafts:
         size = max(self._rows // labels.shape[2], 1)
         before = anchors if before is None else before
         tables = (hidden, before, anchors, blocks.previous[:, :, 0], labels, owners)
-        found = [
-            self._of_blocks(sampling, *part)
-            for part in zip(*(x.flatten(0, 1).split(size) for x in tables), strict=True)
-        ]
+        pieces = zip(*(x.flatten(0, 1).split(size) for x in tables), strict=True)
+        found = [self._of_blocks(sampling, *part) for part in pieces]
         accepted, inside = (
             torch.cat(parts).unflatten(0, anchors.shape) for parts in zip(*found, strict=True)
         )

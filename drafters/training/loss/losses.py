@@ -182,11 +182,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient, *sums = ctx.saved_tensors
-        return (
-            gradient * gradients[0].to(gradient.dtype),
-            *[None] * 7,
-            *(total * gradients[0] for total in sums),
-        )
+        moved = gradient * gradients[0].to(gradient.dtype)
+        return moved, *[None] * 7, *(total * gradients[0] for total in sums)
 
 
 class ChunkedLoss:

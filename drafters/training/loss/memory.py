@@ -133,10 +133,8 @@ def _forward(model: DFlashModel, length: int, rows: int) -> Tensor:
     keys, values = model.context_kv(features, torch.arange(length, device="meta"))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        k, v = (
-            torch.cat([context[:, :, layer], own], dim=1)
-            for context, own in ((keys, key), (values, value))
-        )
+        sides = ((keys, key), (values, value))
+        k, v = (torch.cat([context[:, :, layer], own], dim=1) for context, own in sides)
         # In place of attention, which keeps its inputs and its output.
         seen = (k * v).sum(dim=1, keepdim=True).sum(dim=2, keepdim=True)
         return (query * seen).sigmoid()

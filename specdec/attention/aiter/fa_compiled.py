@@ -81,12 +81,8 @@ def paged_v1(setup: Setup[AiterFa], group: Group, layer: Layer, rows: Rows) -> T
         block_table, seq_lens, most = trimmed.block_table, trimmed.seq_lens, trimmed.max_seq_len
     query, out = rows.query, torch.empty_like(rows.query)
     num_heads, head_dim = query.shape[1:]
-    num_bytes = (
-        group.num_reqs
-        * num_heads
-        * -(-most // PARTITION)
-        * (head_dim * query.element_size() + 2 * 4)
-    )
+    parts = group.num_reqs * num_heads * -(-most // PARTITION)
+    num_bytes = parts * (head_dim * query.element_size() + 2 * 4)
     setup.ops.paged_attention_v1(
         out=out,
         workspace_buffer=setup.scratch.take("workspace", num_bytes, torch.uint8),

@@ -39,10 +39,8 @@ def read_rows(
         views, size = shuffled(cache), cache.key.shape[1]
         blocks, offsets = slots // size, slots % size
         x = views.key.shape[-1]
-        key, value = (
-            views.key[blocks, :, :, offsets].flatten(2),
-            views.value[blocks, :, offsets // x, :, offsets % x],
-        )
+        keys = views.key[blocks, :, :, offsets].flatten(2)
+        key, value = keys, views.value[blocks, :, offsets // x, :, offsets % x]
     return key.to(dtype), value.to(dtype)
 
 

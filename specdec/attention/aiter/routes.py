@@ -43,8 +43,6 @@ def choose(routes: Sequence[Route], group: Group, *facts: Any) -> Kernel:
 def table(routes: Sequence[Route]) -> str:
     """The routes in words, a line each."""
     width = max(len(route.when) for route in routes)
-    lines = [
-        ("phase", "when", "kernel"),
-        *((r.phase, r.when or "any", r.kernel.__name__) for r in routes),
-    ]
+    head = ("phase", "when", "kernel")
+    lines = [head, *((r.phase, r.when or "any", r.kernel.__name__) for r in routes)]
     return "\n".join(f"{phase:<8} {when:<{width}}  {kernel}" for phase, when, kernel in lines)

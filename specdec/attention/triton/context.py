@@ -120,10 +120,8 @@ def plan_rectangles(metadata: AttentionMetadata, block_size: int) -> AttentionMe
         rows = slice(first_row, first_row + count[-1])
         runs.append(Run(of_rows, rows, group[0].num_keys, group[0].square, group[0].request))
         first_row, first_part, starts = first_row + count[-1], chosen.stop, starts[len(count) :]
-    return PrefillPlan(
-        **{field.name: getattr(metadata, field.name) for field in fields(metadata)},
-        runs=tuple(runs),
-    )
+    given = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
+    return PrefillPlan(**given, runs=tuple(runs))
 
 
 def attend(

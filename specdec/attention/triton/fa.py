@@ -199,14 +199,10 @@ class TritonFaBackend(AttentionBackend):
         spec, memory = self.spec, shared_memory(self.spec.device)
         small = self._kernels.tile_for(self._group, 1, spec.head_dim, spec.dtype, memory)
         programs = metadata.num_reqs * spec.num_kv_heads * self._num_tiles(metadata, small)
-        context_bytes = (
-            metadata.num_reqs
-            * metadata.max_seq_len
-            * spec.num_kv_heads
-            * spec.head_dim
-            * 2
-            * spec.kv_dtype.itemsize
+        num_values = (
+            metadata.num_reqs * metadata.max_seq_len * spec.num_kv_heads * spec.head_dim * 2
         )
+        context_bytes = num_values * spec.kv_dtype.itemsize
         if programs <= self.num_processors and context_bytes <= SHORT_CONTEXT:
             return small
         return self._kernels.tile_for(
@@ -221,11 +217,8 @@ class TritonFaBackend(AttentionBackend):
         """
         # two warps' keys fill the memory
         resident = 4 if tile.block_m <= SMALL_TILE and tile.num_warps > 2 else 2
-        wanted = (
-            resident
-            * self.num_processors
-            // (metadata.num_reqs * self._num_tiles(metadata, tile) * self.spec.num_kv_heads)
-        )
+        programs = metadata.num_reqs * self._num_tiles(metadata, tile) * self.spec.num_kv_heads
+        wanted = resident * self.num_processors // programs
         keys = metadata.max_seq_len
         if window is not None:
             seen = 2 if metadata.visibility == "full" else 1

@@ -48,10 +48,8 @@ def take_over(launch: Launch) -> Outcome:
     for index, (request, num_accepted, num_drafts, flags) in enumerate(results):
         if request.status is not _RUNNING:
             continue
-        first, tree = (
-            index * (depth + 1),
-            slice(index * depth, index * depth + num_accepted) if tree_size else None,
-        )
+        places = slice(index * depth, index * depth + num_accepted) if tree_size else None
+        first, tree = index * (depth + 1), places
         if request.error:  # which was raised while the step was launched
             outcome.ended.append((request, "error"))
             continue

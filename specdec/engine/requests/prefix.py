@@ -185,10 +185,8 @@ class PrefixCache:
             if request.num_in_flight:
                 in_state = request.num_kv_tokens + (request.num_in_flight == 1)
             end = -(-in_state // self.block_size) * self.block_size
-            may_hold = (
-                request.num_unread - request.first_token_unread <= 1
-                and end <= request.kv_tokens_bound
-            )
+            known = request.num_unread - request.first_token_unread <= 1
+            may_hold = known and end <= request.kv_tokens_bound
             if sequence.copied is None and may_hold and end >= sequence.last_end + SNAPSHOT_SPACING:
                 if sequence.kept is not None and not self.pool.has_free_row:
                     self.pool.drop_snapshot(sequence.kept)  # rather than another request's

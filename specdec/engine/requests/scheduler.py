@@ -198,10 +198,8 @@ class Scheduler:
         num_rows, block_size = max(k + 1, self.num_lookahead_tokens), self.block_size
         preemptions = self.num_preemptions
         for request in decoding:
-            if (
-                request.num_kv_tokens + request.num_in_flight + num_rows
-                <= len(request.block_ids) * block_size
-            ):
+            needed = request.num_kv_tokens + request.num_in_flight + num_rows
+            if needed <= len(request.block_ids) * block_size:
                 continue
             # The last to arrive goes first, which may be this one.
             while request.status is Status.RUNNING:

@@ -205,10 +205,8 @@ def window_of(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: 
     the first pending row begins.
     """
     columns, device = ring.shape[1], x.device
-    places = (
-        torch.arange(1 - taps, rows.max_pending + rows.max_rows, device=device)
-        + (rows.starts - pending)[:, None]
-    )
+    offsets = torch.arange(1 - taps, rows.max_pending + rows.max_rows, device=device)
+    places = offsets + (rows.starts - pending)[:, None]
     new = (places - rows.starts[:, None]).clamp(0, rows.max_rows - 1)
     packed = (rows.first_rows[:-1, None] + new).clamp(max=len(x) - 1)
     old = ring[rows.slots[:, None], places % columns]
@@ -306,11 +304,8 @@ def _scores(readers: Tensor, key: Tensor, total: Tensor) -> Tensor:
     decayed since then.
     """
     later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
-    between = (
-        (total[..., :, None, :] - total[..., None, :, :])
-        .masked_fill(later[..., None], float("-inf"))
-        .exp()
-    )
+    differences = total[..., :, None, :] - total[..., None, :, :]
+    between = differences.masked_fill(later[..., None], float("-inf")).exp()
     if between.shape[-1] == 1:
         return (readers @ key.mT) * between[..., 0]
     return (readers[..., :, None, :] * key[..., None, :, :] * between).sum(-1)

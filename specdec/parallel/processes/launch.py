@@ -123,11 +123,8 @@ def _start(size: int, device: torch.device) -> Executor:
     check_loopback()
     folder, secret = Rendezvous(), secrets.token_hex(16)
     threads = torch.get_num_threads()
-    each = (
-        threads
-        if where.type == "cuda" or "OMP_NUM_THREADS" in os.environ
-        else max(1, threads // size)
-    )
+    fixed = where.type == "cuda" or "OMP_NUM_THREADS" in os.environ
+    each = threads if fixed else max(1, threads // size)
     settings = {
         rank: Settings(
             path=sys.path,
@@ -186,12 +183,8 @@ def _join_torchrun(device: torch.device) -> Executor:
     dist.all_reduce(processes, group=group.host_group)
     if executor.leads:
         if on_one_machine():
-            threading.Thread(
-                target=_watch,
-                args=(executor, processes.tolist()),
-                name="specdec ranks",
-                daemon=True,
-            ).start()
+            given = (executor, processes.tolist())
+            threading.Thread(target=_watch, args=given, name="specdec ranks", daemon=True).start()
         return _lead(executor)
     silence()
     try:

@@ -35,12 +35,9 @@ class AutoRound(Format):
         form = self._form = (
             _integers(quantization) if kind == "int" else _Floats(quantization, kind)
         )
+        listed = Listed(plain)
         super().__init__(
-            form.bits,
-            Listed(plain),
-            group=form.group,
-            stays_packed=form.stays_packed,
-            widens=form.widens,
+            form.bits, listed, group=form.group, stays_packed=form.stays_packed, widens=form.widens
         )
         self.required = form.required
 

@@ -291,15 +291,8 @@ def _index_chunks(metadata: AttentionMetadata, device: torch.device) -> list[Ind
             end, rows, keys = end + 1, more_rows, more_keys
         step = max(1, MAX_SCORES // max(1, keys))
         for row in range(firsts[begin], firsts[end], step):
-            chunks.append(
-                _index_chunk(
-                    metadata,
-                    slice(begin, end),
-                    slice(row, min(row + step, firsts[end])),
-                    firsts,
-                    device,
-                )
-            )
+            span = slice(row, min(row + step, firsts[end]))
+            chunks.append(_index_chunk(metadata, slice(begin, end), span, firsts, device))
         begin = end
     return chunks
 
@@ -317,14 +310,8 @@ def _index_chunk(
     offsets = [0, *accumulate(lengths)]
     part = slice(rows.start - firsts[requests.start], rows.stop - firsts[requests.start])
     starts = torch.repeat_interleave(torch.tensor(offsets[:-1]), torch.tensor(counts))[part]
-    ends = torch.cat(
-        [
-            torch.arange(o + n - q, o + n) + 1
-            for o, n, q in zip(offsets, lengths, counts, strict=False)
-        ]
-    )[part]
-    cu_seq_lens, starts, ends = (
-        tensor.int().to(device, non_blocking=True)
-        for tensor in (torch.tensor(offsets), starts, ends)
-    )
+    each = zip(offsets, lengths, counts, strict=False)
+    ends = torch.cat([torch.arange(o + n - q, o + n) + 1 for o, n, q in each])[part]
+    bounds = (torch.tensor(offsets), starts, ends)
+    cu_seq_lens, starts, ends = (tensor.int().to(device, non_blocking=True) for tensor in bounds)
     return IndexChunk(rows, requests, offsets[-1], max(lengths), cu_seq_lens, starts, ends)
