@@ -151,8 +151,8 @@ def build_engine(
         device=device,
         **states,
     )
-    caches = kv_cache.layers[: len(target_specs)]
-    target_caches, drafter_caches = caches, kv_cache.layers[len(target_specs) :]
+    target_caches = kv_cache.layers[: len(target_specs)]
+    drafter_caches = kv_cache.layers[len(target_specs) :]
 
     pool = BlockPool(num_blocks, snapshots if recurrent else None)
     prefix = PrefixCache(

@@ -39,8 +39,8 @@ def read_rows(
         views, size = shuffled(cache), cache.key.shape[1]
         blocks, offsets = slots // size, slots % size
         x = views.key.shape[-1]
-        keys = views.key[blocks, :, :, offsets].flatten(2)
-        key, value = keys, views.value[blocks, :, offsets // x, :, offsets % x]
+        key = views.key[blocks, :, :, offsets].flatten(2)
+        value = views.value[blocks, :, offsets // x, :, offsets % x]
     return key.to(dtype), value.to(dtype)
 
 

@@ -48,8 +48,8 @@ def take_over(launch: Launch) -> Outcome:
     for index, (request, num_accepted, num_drafts, flags) in enumerate(results):
         if request.status is not _RUNNING:
             continue
-        places = slice(index * depth, index * depth + num_accepted) if tree_size else None
-        first, tree = index * (depth + 1), places
+        first = index * (depth + 1)
+        tree = slice(index * depth, index * depth + num_accepted) if tree_size else None
         if request.error:  # which was raised while the step was launched
             outcome.ended.append((request, "error"))
             continue
