@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 import verifiers
 from drafters.dflash.config.checkpoint import write_checkpoint
 from drafters.mtp.load import load_mtp
+from specdec.base import files
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.cli.main import main
 from specdec.model.core import Verifier
@@ -200,7 +201,7 @@ import os, re, sys
 from specdec.cli.main import main
 for start in {starts!r}:
     if "--model" not in start:
-        os.environ["SPECDEC_CACHE"] = {own!r}  # the embedded model is in the user's
+        os.environ["SPECDEC_CACHE"] = {own!r}  # the embedded model is where it was
     if code := main(start):
         sys.exit(code)
     heavy = [name for name in sys.modules if name in {heavy!r} or re.search({classes!r}, name)]
@@ -216,14 +217,17 @@ def test_a_start_does_not_import_model_code(
     """To import it takes longer than the rest of a start, though our own layers run the model:
     the embedded one, that of a folder whose RoPE is stretched, one with a drafter, a GGUF file.
     """
-    own = os.environ.get("SPECDEC_CACHE", "")
+    own, given = os.environ.get("SPECDEC_CACHE", ""), ["generate", "a", "--max-tokens", "2"]
+    with monkeypatch.context() as before:
+        before.setattr(recalled, "cache_folder", files.cache_folder)
+        assert main(given) == 0  # the embedded model is known from here on
+    capsys.readouterr()
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(recalled, "cache_folder", lambda: tmp_path / "cache")
     drafter = random_dflash(paged_verifier(plain_model("qwen3")), causal=(False, True, True))
     write_checkpoint(tmp_path / "drafter", drafter.config, drafter.model.state_dict())
     write_gguf(tmp_path / "m.gguf", plain_model("qwen2"), "qwen2", tokenizer=characters())
     latent, qwen = (saved(name, tmp_path / name) for name in ("deepseek_v3", "qwen3"))
-    given = ["generate", "a", "--max-tokens", "2"]
     starts = [
         [*given, "--model", str(latent)],
         [*given, "--model", str(qwen), "--drafter", str(tmp_path / "drafter")],
