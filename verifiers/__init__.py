@@ -1,3 +1,1 @@
-"""Targets: Hugging Face models on the paged cache, which of them can be run,
-and the embedded one.
-"""
+"""Targets: Hugging Face models on the paged cache, which of them run, and the embedded one."""

@@ -150,9 +150,7 @@ class DecoderVerifier:
     def hidden(
         self, rows: ForwardInput, caches: Sequence[Any], taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states [T, H] after the final norm, and the raw outputs [T, H] of the layers in
-        `taps`.
-        """
+        """Hidden states [T, H] after the final norm, and the raw outputs [T, H] of `taps`."""
         embeddings = self._embedding(self._ops, rows.token_ids, self.embedding_scale)
         angles = self._decoder.angles(rows.position_ids, self.dtype, rows.rope_lens)
         inputs = None

@@ -1,6 +1,4 @@
-"""What tells one family of decoders from another,
-beside its tensors and the sizes in its config.
-"""
+"""What tells one family of decoders from another, beside its tensors and sizes in its config."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

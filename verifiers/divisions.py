@@ -1,6 +1,4 @@
-"""Among how many ranks a target can be divided, and what each has of its weights, told from its
-config.
-"""
+"""Among how many ranks a target can be divided, and what each has of it, told from its config."""
 
 from collections.abc import Mapping
 from math import prod

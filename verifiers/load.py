@@ -266,9 +266,7 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
 
 
 def _theirs(reading: _Reading, fuse: bool) -> Verifier:
-    """A target whose modules transformers makes; quantized weights become plain numbers before it
-    sees them.
-    """
+    """A target whose modules transformers makes; quantized weights become plain numbers first."""
     from verifiers.config.wrappers import say_text_only
     from verifiers.hf import verifier_for
 
@@ -319,7 +317,5 @@ def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
 
 
 def _read_config(path: Path) -> Any:
-    """The entries of config.json as attributes; transformers' own class would import much of its
-    model code.
-    """
+    """The entries of config.json as attributes; transformers' class imports model code."""
     return SimpleNamespace(**json.loads((path / "config.json").read_text()))

@@ -40,8 +40,7 @@ from verifiers.weights.gguf import PLAIN, kinds_of, memory_of
 from verifiers.weights.tokenizer import WHOLE, tokenizer_in, tokenizer_reasons
 
 ROOM = 0.9
-"""Part of a GPU's memory that weights may take; the cache, a drafter and activations need the rest.
-"""
+"""Part of a GPU's memory that weights may take; cache, drafter and activations need the rest."""
 
 OWN, THEIRS = "our own layers", "transformers' modules"
 

@@ -278,9 +278,7 @@ def _common(
     builder: LayerBuilder,
     weights: Weights,
 ) -> dict[str, Any]:
-    """What all kinds of `PredictionLayers` have; every tensor that is left in `weights` is one too
-    many.
-    """
+    """What all kinds of `PredictionLayers` have; tensors left in `weights` are too many."""
     scopes = (weights.under(f"model.layers.{one}.") for one in range(own.num_hidden_layers))
     layers = [builder.layer(index, scope) for index, scope in enumerate(scopes)]
     norm = builder.norm(weights, "norm") if weights.has("norm.weight") else verifier.final_norm
@@ -349,9 +347,7 @@ def spec_of(verifier: DecoderVerifier, config: Any) -> AttentionSpec | MlaSpec:
 
 
 def _backend(verifier: DecoderVerifier, config: Any) -> AttentionBackend | MlaBackend:
-    """The target's kind of attention, for these layers: the very one where they are like the
-    target's.
-    """
+    """The target's kind of attention, for these layers: the very one where they are alike."""
     spec = spec_of(verifier, config)
     if spec == verifier.attention.spec:
         return verifier.attention

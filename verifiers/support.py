@@ -196,9 +196,7 @@ def _position_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
-    """A config entry; None when it is absent, or when layers differ in it, which is reported on its
-    own.
-    """
+    """A config entry; None when it is absent, or differs in layers, which is reported."""
     if name in (getattr(config, "per_layer_attributes", None) or ()):
         return None
     return getattr(config, name, None)

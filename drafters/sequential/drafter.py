@@ -89,9 +89,7 @@ class SequentialDrafter(Drafter):
 
 
 class BoundSequential(TokenByToken):
-    """A `SequentialDrafter` over the paged cache of one engine; see
-    `specdec.model.core.BoundDrafter`.
-    """
+    """A `SequentialDrafter` over an engine's paged cache; see `specdec.model.core.BoundDrafter`."""
 
     max_deferred = MAX_DEFERRED
 

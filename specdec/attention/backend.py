@@ -256,9 +256,7 @@ class Backend(ABC, Generic[Spec]):
 
     name: ClassVar[str]
     captures_prefill: bool = False
-    """Whether a prefill whose lengths only the device knows costs no more than one that states
-    them.
-    """
+    """Whether a prefill whose lengths only the device knows costs no more than another."""
     prefill_tokens: ClassVar[int]
     """Prompt tokens of a step on an accelerator, unless the user says how many. Every chunk reads
     all weights, those of all experts too, so large ones are fastest, as far as memory goes."""
@@ -279,9 +277,7 @@ class Backend(ABC, Generic[Spec]):
 
     @classmethod
     def tree_reasons(cls, spec: Spec) -> list[str]:
-        """All reasons why this backend, which can serve `spec`, cannot verify draft trees with it;
-        chains it can.
-        """
+        """All reasons why this backend cannot verify draft trees with `spec`, which it serves."""
         return [f"{cls.name} has no masks for them"]
 
     @classmethod
@@ -300,9 +296,7 @@ class Backend(ABC, Generic[Spec]):
 
     @classmethod
     def describe(cls, spec: Spec) -> list[str]:
-        """What there is to know about how this backend would serve `spec`, for people; mostly
-        nothing.
-        """
+        """What to know about how this backend would serve `spec`, for people; mostly nothing."""
         return []
 
     @abstractmethod
@@ -315,9 +309,7 @@ class AttentionBackend(Backend[AttentionSpec]):
 
     prefill_tokens = 8192
     fits_fused_layers: bool = False
-    """Whether our Triton kernels may compute what surrounds it; beside the reference all is plain
-    torch.
-    """
+    """Whether our Triton kernels may compute what surrounds it; the reference takes plain torch."""
 
     @cached_property
     def each(self) -> "tuple[AttentionBackend, ...]":
@@ -360,6 +352,4 @@ class AttentionBackend(Backend[AttentionSpec]):
 
     @abstractmethod
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """Stores rows `[num_tokens, num_kv_heads, head_dim]` at `slot_mapping` int64 [num_tokens],
-        in place.
-        """
+        """Stores rows [num_tokens, num_kv_heads, head_dim] at int64 `slot_mapping` [num_tokens]."""

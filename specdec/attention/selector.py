@@ -108,9 +108,7 @@ def _suits(name: str, kind: str) -> bool:
 
 
 def tree_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
-    """All reasons why `backend` cannot verify draft trees, whatever the layer;
-    empty when it can.
-    """
+    """All reasons why `backend` cannot verify draft trees, for any layer; empty when it can."""
     reasons = _of_each(type(backend).tree_reasons, backend.spec)
     if isinstance(backend.spec, AttentionSpec) and any(one.chunk for one in backend.spec.each):
         reasons.append("layers that attend within chunks take each row for a request of its own")

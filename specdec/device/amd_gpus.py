@@ -51,9 +51,7 @@ def architecture_name(version: int) -> str:
 
 
 def wanting_rocm(root: Path = _ROOT) -> list[str]:
-    """Architectures of the GPUs that set-up should get a ROCm build of torch for; none beside an
-    NVIDIA GPU.
-    """
+    """Architectures of GPUs that want a ROCm build of torch; none beside an NVIDIA GPU."""
     if not (root / "dev/kfd").exists() or (root / "proc/driver/nvidia/version").exists():
         return []
     found = architectures(root) or [UNKNOWN]
@@ -129,9 +127,7 @@ def why_unseen(
 
 
 def _hides_all(value: str, count: int) -> bool:
-    """Whether a list of GPUs names none of the first `count`; one named by its identifier may
-    exist.
-    """
+    """Whether a list of GPUs names none of the first `count`; one named by identifier may exist."""
     names = [name.strip() for name in value.split(",")]
     return all(
         name == "" or (name.lstrip("-").isdigit() and not 0 <= int(name) < count) for name in names

@@ -89,9 +89,7 @@ def uses_avx512() -> bool:
 
 
 def rocm_architecture(device: torch.device) -> str | None:
-    """AMD architecture of a device, such as "gfx942";
-    None for anything that is not a ROCm device.
-    """
+    """AMD architecture of a device, such as "gfx942"; None for what is no ROCm device."""
     if device.type != "cuda" or torch.version.hip is None:
         return None
     return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]

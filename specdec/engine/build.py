@@ -347,9 +347,7 @@ def target_tree_reasons(verifier: Verifier) -> list[str]:
 
 
 def _max_rows(shape: BlockShape, config: EngineConfig, *, chosen: bool) -> int:
-    """Rows of a captured step; a tree that is `chosen` is not chosen for more than
-    `MAX_TREE_ROWS`.
-    """
+    """Rows of a captured step; a tree that is `chosen` has at most `MAX_TREE_ROWS`."""
     rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * shape.rows
     few = shape.is_tree and chosen and not shape.budget
     return min(rows, MAX_TREE_ROWS) if few else rows

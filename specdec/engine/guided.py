@@ -204,8 +204,7 @@ def run_guided(
 
 
 def _constrained(request: Request, packed: list[int], count: int) -> list[int]:
-    """The drafts of a request out of `GuidedStep.packed`, those that its grammar refuses
-    replaced."""
+    """The drafts of a request out of `GuidedStep.packed`, those its grammar refuses replaced."""
     drafts, most = packed[:count], len(packed) // count - 1
     if request.grammar is not None and not request.error:
         try:

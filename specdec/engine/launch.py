@@ -141,9 +141,7 @@ class ResultQueue:
         self._launched.append(launch)
 
     def receive(self, leave: int = 0) -> Iterator[Launch]:
-        """The oldest steps, until only `leave` are unread; waits for a copy that is still under
-        way.
-        """
+        """The oldest steps, until only `leave` are unread; waits for copies under way."""
         while len(self._launched) > leave:
             launch = self._launched.popleft()
             self._clock.wait(launch.end)

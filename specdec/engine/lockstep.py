@@ -202,9 +202,7 @@ class FollowingEngine(_RankEngine):
         super()._make_room()
 
     def _take(self, message: Message) -> Sequence[list[Any]]:
-        """Takes over the numbers of a message, and where outputs end;
-        gives the rest of the news.
-        """
+        """Takes over the numbers of a message, and where outputs end; gives the other news."""
         _, _, drafts, tree_depth, bits, timed, *state = message.numbers
         self._block, self._state = BlockShape(drafts, tree_depth, _float(bits)), state
         self.timer.enabled = bool(timed)
@@ -233,9 +231,7 @@ class FollowingEngine(_RankEngine):
             self._reads = False
 
     def _check(self) -> None:
-        """Raises where this rank's schedule is not rank 0's, before their collectives are taken for
-        each other.
-        """
+        """Raises where this rank's schedule is not rank 0's, before their collectives mix."""
         own = state_of(self)
         if own != self._state[: len(own)]:
             raise RuntimeError(

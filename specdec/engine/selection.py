@@ -37,14 +37,10 @@ class Selection:
 
     @property
     def longest(self) -> int:
-        """Tokens that each request has in the cache at most,
-        whatever the steps in flight accept.
-        """
+        """Tokens that each request has in the cache at most, whatever steps in flight accept."""
         return max([request.num_kv_tokens + request.num_in_flight for request in self.requests])
 
     @property
     def shortest(self) -> int:
-        """Tokens that each request has in the cache at least,
-        whatever the steps in flight accept.
-        """
+        """Tokens that each request has in the cache at least, whatever steps in flight accept."""
         return min([request.num_kv_tokens for request in self.requests])

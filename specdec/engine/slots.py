@@ -251,9 +251,7 @@ class SlotState:
         )
 
     def rope_lens_of(self, slots: Tensor) -> Tensor | None:
-        """int64 [num_reqs]: those of the requests in `slots`;
-        None where the target does not ask.
-        """
+        """int64 [num_reqs]: those of the requests in `slots`; None where the target asks none."""
         return None if self.rope_lens is None else self.rope_lens.index_select(0, slots)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput) -> None:
@@ -282,9 +280,7 @@ class SlotState:
                 counts.view(-1).scatter_add_(0, cells, kept.int().view(-1))
 
     def rest_padding(self) -> None:
-        """Takes the padding slot back to where it began,
-        so that it never outgrows its block table.
-        """
+        """Takes the padding slot back to where it began, lest it outgrow its block table."""
         self._progress[:, self.padding_slot].zero_()
 
     def slot_indices(self, requests: Sequence[Request], count: int | None = None) -> Tensor:

@@ -245,9 +245,7 @@ class StepRunner:
         return verify.logits
 
     def step_table(self, batch: DecodeBatch, out: Tensor | None = None) -> Tensor:
-        """A step, and what the host wants to know about it; see
-        `specdec.engine.step_table.result_table`.
-        """
+        """A step, and what the host wants to know; see `specdec.engine.step_table.result_table`."""
         draft, accepted = self.step(batch)
         return result_table(batch.shape, accepted, draft, out)
 

@@ -136,9 +136,7 @@ class BlockPool:
         return found
 
     def num_known(self, digests: Sequence[bytes], first: int = 0) -> int:
-        """How many of the first `digests` are published, where those before `first` are known to
-        be.
-        """
+        """How many of the first `digests` are published; those before `first` are."""
         count = first
         while count < len(digests) and digests[count] in self._block_of:
             count += 1
@@ -189,9 +187,7 @@ class BlockPool:
             self._free_rows.append(self._snapshot_of.pop(block).row)
 
     def discard(self, blocks: Sequence[int]) -> None:
-        """Withdraws blocks from reuse by content, for example after their request produced
-        non-finite values.
-        """
+        """Withdraws blocks from reuse by content, such as when their values were not finite."""
         for block in blocks:
             self._forget(block)
             if block in self._published:

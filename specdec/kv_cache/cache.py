@@ -111,9 +111,7 @@ class LatentLayerSpec(PagedLayerSpec):
 
 
 class LayerCache(NamedTuple):
-    """Cache of one layer in the plain layout; slot `s` lies at
-    `[s // block_size, s % block_size]`.
-    """
+    """A layer's cache in the plain layout; slot `s` lies at `[s // block_size, s % block_size]`."""
 
     key: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     value: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]

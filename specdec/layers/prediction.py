@@ -42,9 +42,7 @@ class ClusteredHead:
     chosen: int
 
     def mask(self, hidden: Tensor, logits: Tensor) -> Tensor:
-        """`logits` [n, V] of `hidden` [n, H],
-        those of tokens in other clusters the lowest number.
-        """
+        """`logits` [n, V] of `hidden` [n, H], tokens in other clusters the lowest number."""
         scores = self.centroids(hidden)
         likeliest = torch.zeros_like(scores, dtype=torch.bool).scatter_(
             1, scores.topk(self.chosen, dim=1).indices, True
@@ -87,9 +85,7 @@ class PredictionLayers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights that a forward of many rows reads, but for a head that is the
-        target's.
-        """
+        """Bytes of the weights that a forward of many rows reads, but a head of the target's."""
         centroids = None if self.clusters is None else self.clusters.centroids
         own = [self.projection, self.head, self.back, centroids]
         return self.decoder.nbytes + sum(one.nbytes for one in own if one is not None)

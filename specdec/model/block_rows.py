@@ -57,9 +57,7 @@ def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: in
 
 
 def tree_places(seq_lens: Tensor, tree: DraftTree, most: int) -> TreePlaces:
-    """The rows of trees behind int64 [num_reqs] tokens of each request; position ids are below
-    `most`.
-    """
+    """The rows of trees behind int64 [num_reqs] tokens each; position ids are below `most`."""
     if KERNEL.runs_on(seq_lens.device):
         from specdec.model import triton_block_rows  # it imports Triton
 

@@ -38,9 +38,7 @@ class CacheRows:
 
 
 def check_cache_rows(device: torch.device) -> Deviation:
-    """Rows of several lengths, whole words and odd bytes;
-    of two requests one has nothing to move.
-    """
+    """Rows of several lengths, whole words and odd bytes; one of two requests has none to move."""
     from specdec.model import triton_cache_rows
 
     generator = torch.Generator().manual_seed(0)

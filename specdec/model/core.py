@@ -241,9 +241,7 @@ class Verifier(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a forward of many rows reads; of a mixture of experts, all of
-        them.
-        """
+        """Bytes of the weights that a forward of many rows reads; of all experts, too."""
 
     @property
     def routed_experts(self) -> RoutedExperts | None:
@@ -368,9 +366,7 @@ class BoundDrafter(Protocol):
     drafter without forecasts leaves that None."""
 
     host_may_look: bool = False
-    """Set before every step where the device is the host, so that reading a tensor waits for
-    nothing.
-    """
+    """Set before every step where the device is the host, so reading tensors waits for nothing."""
 
     has_expected_accepted: bool = False
     """Whether `expected_accepted` may return numbers."""
@@ -386,9 +382,7 @@ class BoundDrafter(Protocol):
         return
 
     def keep_private(self, slot: int) -> None:
-        """The request that has just started in `slot` has a salt: no other request may draft from
-        its output.
-        """
+        """The request that has just started in `slot` has a salt: no other may draft from it."""
         return
 
     def forget(self) -> None:

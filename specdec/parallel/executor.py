@@ -334,9 +334,7 @@ def install(executor: Executor) -> Executor:
 
 
 def executor_of(target: object) -> Executor | None:
-    """The group whose ranks compute a target together; None for one that this process computes
-    alone.
-    """
+    """The group whose ranks compute a target together; None for one computed here alone."""
     executor = _current
     return executor if executor is not None and group_of(target) is executor.group else None
 

@@ -21,8 +21,7 @@ WITHOUT_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""What keeps every library from NVLink multicast; each reads its own when the first group is made.
-"""
+"""What keeps every library from NVLink multicast; each reads its own as the first group is made."""
 
 
 @dataclass(slots=True, eq=False)

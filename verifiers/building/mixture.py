@@ -96,9 +96,7 @@ def _experts(experts: Weights, description: Description) -> Experts:
 
 
 def _as_run(weight: Tensor | Quantized) -> Tensor | PackedWeight:
-    """Plain numbers on a CPU, as `linear` has them,
-    and of what the kernels of experts do not take.
-    """
+    """Plain numbers on a CPU, as `linear` has them, and what kernels of experts do not take."""
     packed = weight.packed() if isinstance(weight, GgufWeight) else weight
     if not isinstance(packed, PackedWeight) or (packed.plain and packed.device.type != "cpu"):
         return packed

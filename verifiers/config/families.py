@@ -48,9 +48,7 @@ def family_of(config: Any) -> Family:
 
 
 def describe(config: Any) -> Description | None:
-    """The description of a model; None when our own layers do not run its type, or lack a part of
-    it.
-    """
+    """The description of a model; None when our own layers do not run its type, or lack a part."""
     family = family_of(config)
     if family.describe is None:
         return None

@@ -65,9 +65,7 @@ def _of_code() -> list[tuple[int, int]]:
 
 
 def recall(place: Path | None, folder: Path) -> PlainConfig | None:
-    """What `keep` wrote there of the target in a folder; None where there is nothing, or something
-    else.
-    """
+    """What `keep` wrote there of the target in a folder; None where there is none, or another."""
     if place is None:
         return None
     try:

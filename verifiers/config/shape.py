@@ -185,9 +185,7 @@ def layer_kinds(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend
 
 
 def expert_counts(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Routed experts of a layer, and how many of them a row is sent to;
-    None for a model without.
-    """
+    """Routed experts of a layer, and how many of them a row is sent to; None for others."""
 
     def first(*names: str) -> int | None:
         return next(filter(None, (getattr(config, name, None) for name in names)), None)

@@ -16,9 +16,7 @@ MIXERS_ALONE = frozenset({"mlp", "moe"})
 
 
 def is_recurrent(config: Any, layer: int) -> bool:
-    """Whether a decoder layer keeps a state per request in the place of keys and values, or beside
-    them.
-    """
+    """Whether a decoder layer keeps a state per request in place of keys and values, or beside."""
     return _kind(config, layer) in STATES
 
 

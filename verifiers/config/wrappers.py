@@ -288,9 +288,7 @@ def load_text(
 
 @contextmanager
 def without_reports() -> Iterator[None]:
-    """Keeps transformers from telling, such as of tensors of the tower, which are left out on
-    purpose.
-    """
+    """Keeps transformers from telling, such as of tensors of the tower, left out on purpose."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -1,3 +1,1 @@
-"""Formats of quantized checkpoints, one per file: from the tensors of one linear layer to its
-weight.
-"""
+"""Formats of quantized checkpoints, one per file: from the tensors of a linear to its weight."""

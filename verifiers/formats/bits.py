@@ -25,9 +25,7 @@ def halves(packed: Tensor) -> Tensor:
 
 
 def paired(codes: Tensor) -> Tensor:
-    """Bytes of two codes each, what `halves` takes apart: uint8 [..., n / 2] from uint8 [...,
-    n].
-    """
+    """Bytes of two codes each, which `halves` splits: uint8 [..., n / 2] from uint8 [..., n]."""
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 

@@ -1,6 +1,4 @@
-"""What a format of quantized checkpoints does: it turns the tensors of one linear layer into its
-weight.
-"""
+"""What a format of quantized checkpoints does: it makes a linear layer's weight of tensors."""
 
 import re
 from abc import ABC, abstractmethod
@@ -20,14 +18,12 @@ Parts = Mapping[str, Tensor]
 """Tensors of one linear layer by what follows its name, such as "weight" and "weight_scale"."""
 
 HARMLESS = re.compile(r"bias|scale|zero_point|amax|shape|observer")
-"""In last parts of names beside a quantized weight: what is read elsewhere, or is of activations.
-"""
+"""In last parts of names beside a quantized weight: read elsewhere, or of activations."""
 
 ROTATION = re.compile(r"rotation|hadamard|had_matrix")
 
 INTEGERS = ("tid2eid",)
-"""How names of tensors end that are integers in a model: the experts of each token in DeepSeek-V4.
-"""
+"""How names of integer tensors end in a model: the experts of each token in DeepSeek-V4."""
 
 
 class Format(ABC):

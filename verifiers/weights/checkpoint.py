@@ -1,6 +1,4 @@
-"""Weights of a local checkpoint, quantized or not, read tensor by tensor without transformers'
-modules.
-"""
+"""Weights of a local checkpoint, quantized or not, read one by one without transformers."""
 
 import logging
 import re
@@ -284,9 +282,7 @@ class _Reader:
         return tensor.to(self._device, torch.float32 if wide else self._dtype)
 
     def _dense(self, weight: Stored) -> Tensor:
-        """In plain numbers, of experts one by one:
-        on the way they take several times their room.
-        """
+        """In plain numbers, of experts one by one: they take several times their room."""
         if not isinstance(weight, Quantized):
             return weight.to(self._dtype)
         if len(weight.shape) == 2:

@@ -64,9 +64,7 @@ def _files(files: GgufFiles) -> dict[str, bytes]:
 
 
 def files_of(files: GgufFiles) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Content of the files beside a config.json, and its entries;
-    errors are those of `unpacked`.
-    """
+    """Content of the files beside a config.json, and its entries; errors as of `unpacked`."""
     config = config_of(Facts(files))
     generation = as_json(generation_of(files, config))
     return {"generation_config.json": generation, **tokenizer_files(files)}, config

@@ -1,6 +1,4 @@
-"""A target's tokenizer: read from its files, and refused where these do not say how text
-is split.
-"""
+"""A target's tokenizer: read from its files, and refused where they do not say how text splits."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -139,9 +137,7 @@ def _foreign_class(stated: Mapping[str, Any]) -> str | None:
 
 
 def _holds_ranks(path: Path) -> bool:
-    """Whether a file holds tiktoken's lines, a token and its rank; SentencePiece's models are no
-    text.
-    """
+    """Whether a file holds tiktoken's lines, a token and its rank; SentencePiece's are no text."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -125,9 +125,7 @@ class RocmAiterFaBackend(AttentionBackend):
 
     @classmethod
     def ragged_reasons(cls, spec: AttentionSpec) -> list[str]:
-        """None: the kernel for causal rows looks up where a request's rows end, and those of trees
-        are padded.
-        """
+        """None: the causal kernel looks up where a request's rows end, and trees are padded."""
         return []
 
     @classmethod

@@ -23,9 +23,7 @@ PARTITION = 256
 def write(
     setup: Setup[AiterFa], cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Stores rows [num_tokens, num_kv_heads, head_dim] at `slot_mapping`, converted to the type of
-    the cache.
-    """
+    """Stores rows [num_tokens, num_kv_heads, head_dim] at `slot_mapping`, in the cache's type."""
     if setup.is_fp8:  # the writer converts without saturating
         most = torch.finfo(setup.spec.kv_dtype).max
         key, value = key.clamp(-most, most), value.clamp(-most, most)
@@ -106,9 +104,7 @@ def paged_v1(setup: Setup[AiterFa], group: Group, layer: Layer, rows: Rows) -> T
 
 
 def paged_common(setup: Setup[AiterFa], group: Group, layer: Layer, rows: Rows) -> Tensor:
-    """One row per request on the shuffled layout; AITER picks HIP or assembly by the number of
-    rows.
-    """
+    """One row per request on the shuffled layout; AITER picks HIP or assembly by their number."""
     cache, out = shuffled(layer.cache), torch.empty_like(rows.query)
     table = _scale_table(setup, layer.cache) if setup.is_fp8 else None
     setup.ops.paged_attention_common(

@@ -31,9 +31,7 @@ CONTEXT_TOKENS = 32 * 1024
 """Most context tokens gathered at once for all extended requests of a forward."""
 
 SHORTEST_TABLE = 512
-"""Tokens that the narrowest block table spans: the shortest length that steps are captured for,
-too.
-"""
+"""Tokens that the narrowest block table spans: the shortest length of captured steps, too."""
 
 
 @dataclass(slots=True)

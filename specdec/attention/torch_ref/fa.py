@@ -35,9 +35,7 @@ the same number, and then the same bits.
 
 @dataclass(slots=True)
 class _Segment:
-    """Requests attended to in one call, padded to the same number of query rows when
-    theirs differ.
-    """
+    """Requests attended to in one call, padded to equally many query rows if theirs differ."""
 
     widths: Tensor  # [num_reqs, 1], query rows of each request
     width: int  # the most of them
@@ -140,9 +138,7 @@ class TorchRefBackend(AttentionBackend):
         return []
 
     def plan(self, metadata: AttentionMetadata) -> TorchRefPlan:
-        """One segment when all requests have equally many rows, else groups of requests of like
-        size.
-        """
+        """One segment when all requests have equally many rows, else groups of like size."""
         if metadata.ragged:
             segments = [self._padded(metadata)]
         elif metadata.query_lens is None or metadata.seq_lens_host is None:

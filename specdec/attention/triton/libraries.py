@@ -69,9 +69,7 @@ def library(spec: AttentionSpec) -> Rectangle | None:
 
 
 def check_rectangle(rectangle: Rectangle, spec: AttentionSpec) -> Deviation:
-    """Small ones of both kinds; the denominators may be off by as much as the type of the output
-    rounds.
-    """
+    """Small ones of both kinds; the denominators may be off by as much as the output rounds."""
     deviations = [
         _deviation(rectangle, spec, 192, causal=False),
         _deviation(rectangle, spec, 64, causal=True),

@@ -1,3 +1,1 @@
-"""Requests on the host: from admission over scheduling to their end. The engine alone changes
-them.
-"""
+"""Requests on the host: from admission to their end. The engine alone changes them."""

@@ -1,6 +1,4 @@
-"""What becomes a request: prompts and wishes that the target, the cache and the grammars can
-fulfil.
-"""
+"""What becomes a request: prompts and wishes that target, cache and grammars can fulfil."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ class Admission:
 
     @property
     def max_total_tokens(self) -> int:
-        """Most tokens of prompt and output together that the model and the cache allow one
-        request.
-        """
+        """Most tokens of prompt and output together which model and cache allow one request."""
         return min(self.max_model_len, self._num_blocks * self._block_size - self._overshoot)
 
     def new_request(

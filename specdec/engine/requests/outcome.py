@@ -133,9 +133,7 @@ def _append_logprobs(
 
 
 def _explain(request: Request, rows: Sequence[int]) -> None:
-    """Says why the logits behind the anchor or one of these rows, which were kept,
-    are not finite.
-    """
+    """Says why the kept logits behind the anchor or one of these rows are not finite."""
     known = len(request.output_token_ids)
     request.bad_input = request.grammar is not None and not request.grammar.dead_ends.isdisjoint(
         [0, *rows]

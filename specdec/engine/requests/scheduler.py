@@ -1,6 +1,4 @@
-"""The scheduler: admission, chunked prefill, growth of the block tables, preemption by
-recompute.
-"""
+"""The scheduler: admission, chunked prefill, growth of block tables, preemption by recompute."""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -28,9 +26,7 @@ class Chunk:
 
     @property
     def rows_to_score(self) -> range:
-        """Positions of rows that are to tell the log-probability of the prompt token
-        behind them.
-        """
+        """Positions of rows that tell the log-probability of the prompt token behind them."""
         request = self.request
         if not request.num_to_score:
             return range(0)
@@ -113,9 +109,7 @@ class Scheduler:
         insort(self.waiting, request, key=_arrival)
 
     def finish(self, request: Request) -> list[int]:
-        """Takes a request out, wherever it stands, and returns the blocks that nobody holds any
-        more.
-        """
+        """Takes a request out, wherever it stands, and returns blocks that nobody holds."""
         freed: list[int] = []
         if request.status is Status.WAITING:
             self.waiting.remove(request)
@@ -136,9 +130,7 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Request]:
-        """Requests to which one more step can still add a token: what is unread adds at least one
-        each.
-        """
+        """Requests to which one more step can add a token: unread ones add at least one each."""
         running = Status.RUNNING
         return [
             request

@@ -136,9 +136,7 @@ def _highest(numbers: Tensor, count: int) -> Tensor:
 def route_with_aiter(
     ops: AiterRouter, logits: Tensor, routing: Routing, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Routes with AITER's kernels; `bias` has the type of `logits`, since a kernel reads it as
-    such.
-    """
+    """Routes with AITER's kernels; `bias` has the type of `logits`, as a kernel reads it."""
     assert bias is None or bias.dtype == logits.dtype, (
         "the kernel reads the bias in the type of the logits"
     )

@@ -1,6 +1,4 @@
-"""Sums over ranks within the norms that follow them: whether the GPUs of a group can, and do it
-right.
-"""
+"""Sums over ranks within the norms that follow them: whether a group's GPUs can, and rightly."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,4 @@
-"""Which of our Triton kernels compute a model's layers, and the self-checks of those around
-attention.
-"""
+"""Which of our Triton kernels compute a model's layers; self-checks of those around attention."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

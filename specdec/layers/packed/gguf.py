@@ -50,9 +50,7 @@ def _float16(blocks: Tensor, *starts: int) -> Tensor:
 
 
 def _fields(blocks: Tensor, size: int, bits: int) -> Tensor:
-    """Codes of `bits` bits: `size` bytes have `size` codes in their lowest bits, the next in the
-    next.
-    """
+    """Codes of `bits` bits: `size` bytes have `size` codes in their lowest bits, and so on."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=blocks.device)[:, None]
     return (blocks.unflatten(-1, (-1, 1, size)) >> shifts & 2**bits - 1).flatten(-3)
 

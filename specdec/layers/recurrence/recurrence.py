@@ -23,9 +23,7 @@ of them.
 """
 
 MAX_SERIAL = 32
-"""Rows that are taken in one by one at most, so that a token has the same bits alone and among
-drafts.
-"""
+"""Rows taken in one by one at most, so that a token has the same bits alone and among drafts."""
 
 
 class RecurrentRows(NamedTuple):
@@ -68,9 +66,7 @@ class RecurrentRows(NamedTuple):
         return cls(slots, starts, lengths, first_rows, metadata.max_query_len, max_pending, final)
 
     def finish(self, lengths: Tensor) -> None:
-        """Notes in `lengths` int64 [num_slots] what the states have taken in, once all layers have
-        run.
-        """
+        """Notes in `lengths` int64 [num_slots] what states have taken in, after all layers."""
         lengths.index_copy_(0, self.slots, self.starts + self.counts if self.final else self.starts)
 
     def pending(self, lengths: Tensor) -> Tensor:

@@ -26,14 +26,11 @@ from specdec.parallel.processes.workers import PATIENCE, Workers
 from specdec.parallel.sockets import check_loopback, on_one_machine, rank_sockets
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
-"""How long ranks wait for each other at the start, where one may have to import more than another.
-"""
+"""How long ranks wait for each other at the start, where one may import more than another."""
 
 
 def torchrun_size() -> int:
-    """Processes that `torchrun` has started, this one among them; 1 where it has not started this
-    one.
-    """
+    """Processes that `torchrun` has started, this one among them; 1 where it has not."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 

@@ -1,6 +1,4 @@
-"""What the process of another rank runs: it joins the group and follows rank 0,
-and ends with it.
-"""
+"""What the process of another rank runs: it joins the group, follows rank 0, and ends with it."""
 
 import ctypes
 import os

@@ -1,6 +1,4 @@
-"""Checkpoints of NVIDIA's ModelOpt: floats of 8 and 4 bits and integers, which their tensors tell
-apart.
-"""
+"""Checkpoints of NVIDIA's ModelOpt: floats of 8 and 4 bits and integers, told apart by tensors."""
 
 import torch
 

@@ -97,9 +97,7 @@ class Quark(Format):
         return integers(module, paired(codes.contiguous()), scale, zeros, None, 4, group, dtype)
 
     def _scheme(self, module: str) -> Scheme | None:
-        """The scheme of a module: of a name or a pattern before the one of its class, before the
-        one of all.
-        """
+        """The scheme of a module: of its name or pattern, else of its class, else of all."""
         own = aliases(module)
         return next(
             (one for name, one in self._layers if any(fnmatchcase(alias, name) for alias in own)),

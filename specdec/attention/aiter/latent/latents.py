@@ -222,9 +222,7 @@ class AiterLatentBackend(MlaBackend):
 
 
 def pad_heads(tensor: Tensor, num_heads: int) -> Tensor:
-    """Heads of zeros behind those of [num_tokens, heads, dim]; what they yield is finite, and cut
-    off again.
-    """
+    """Heads of zeros behind those of [num_tokens, heads, dim]; what they yield is cut off again."""
     if tensor.shape[1] < num_heads:
         return F.pad(tensor, (0, 0, 0, num_heads - tensor.shape[1]))
     return tensor

@@ -29,8 +29,7 @@ from specdec.attention.ragged import Owners, owners_of
 from specdec.base.sizes import power_of_two
 
 MAX_ENTRY_ROWS = 4
-"""Most rows per entry for which every supported architecture and version has a persistent kernel.
-"""
+"""Most rows per entry for which each supported architecture and version has a persistent kernel."""
 MAX_EIGHT_BIT_ROWS = 17
 """The same of queries in 8 bits: as many as AITER's authors have tried."""
 

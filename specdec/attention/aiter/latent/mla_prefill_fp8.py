@@ -63,9 +63,7 @@ class Fp8Prefill:
         return next(count for count in HEAD_COUNTS if count >= self.spec.num_heads)
 
     def plan(self, group: Group) -> Fp8PrefillPlan:
-        """Schedules whole prompts from their lengths on the host;
-        nothing is read from the device.
-        """
+        """Schedules whole prompts from their lengths on the host; none is read from the device."""
         assert group.query_lens is not None, "the host knows the lengths of prompts"
         buffers = self._buffers_for(group.num_reqs, group.max_query_len)
         num_units = buffers["work_indptr"].numel() - 1

@@ -95,9 +95,7 @@ class WorkPlan:
     full: bool = False
 
     def fill(self, lengths: Tensor) -> None:
-        """Takes over the keys int64 [num_tokens] of each token; tokens that are not there have
-        none.
-        """
+        """Takes over the keys int64 [num_tokens] of each token; absent tokens have none."""
         count = len(lengths)
         self.kv_indptr[1 : count + 1].copy_(lengths.cumsum(0))
         last = self.kv_indptr[count].expand(len(self.kv_indptr) - count - 1)
@@ -155,9 +153,7 @@ class SparseBuffers:
     def list_slots(
         self, selected: Tensor, plan: WorkPlan, block_table: Tensor, block_size: int
     ) -> None:
-        """Turns positions int32 [num_tokens, topk], -1 where there is none, into the packed list of
-        cache slots.
-        """
+        """Makes of positions int32 [num_tokens, topk], or -1, the packed list of cache slots."""
         count = len(selected)
         valid = selected >= 0
         positions = selected.clamp(min=0)
@@ -238,9 +234,7 @@ class SparsePlanner:
         buffers: SparseBuffers,
         capturing: bool,
     ) -> WorkPlan:
-        """A plan of tokens at `positions`, made anew unless the host knows that it is the
-        last one.
-        """
+        """A plan of tokens at `positions`, made anew unless the host knows it is the last."""
         key = None if capturing else self._key(metadata)
         # plans of lengths that the host knows share no memory with others
         index = buffers.capacity, key is not None
