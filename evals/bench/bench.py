@@ -164,6 +164,7 @@ class Bench:
                 side.hits = run(side, "behind hits", hits=True)
                 side.decoder.engine.scheduler.prefix.enabled = False
             # Apart from the timed passes: timing phases makes an accelerator's host wait.
+            side.decoder.engine.reset()
             timer = side.decoder.engine.timer
             timer.enabled = True
             sample = replace(prompts, items=prompts.items[: max(concurrency, SPLIT_ITEMS)])

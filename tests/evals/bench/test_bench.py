@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from drafters.suffix.drafter import BoundSuffix
 from evals.bench import bench
 from evals.bench import command as bench_command
 from evals.bench.bench import Bench
@@ -267,6 +268,24 @@ def test_phases_are_timed_over_few_tokens(monkeypatch: Patch) -> None:
         )
     )
     assert passes == [(False, 6)] * 2 + [(True, 3)] * 2
+
+
+def test_no_pass_copies_from_one_before(monkeypatch: Patch) -> None:
+    """Catches phases timed with drafts that have seen their own output."""
+    done: list[str] = []
+
+    def listen(decoder: SpecDecoder, *args: Any, **options: Any) -> Pass:
+        if decoder.engine.runner.drafter:
+            done.append("decode")
+        return run_set(decoder, *args, **options)
+
+    monkeypatch.setattr("evals.bench.bench.run_set", listen)
+    monkeypatch.setattr(BoundSuffix, "forget", lambda drafter: done.append("forget"))
+    config = BenchConfig(
+        (PROMPTS,), ("suffix",), repeats=2, warmup=0, max_tokens=6, behind_hits=True
+    )
+    list(Bench(tiny_decoder(), config).run(PROVENANCE))
+    assert done == ["forget", "decode"] * 4  # the repeats, behind hits, the phases
 
 
 @pytest.mark.parametrize(

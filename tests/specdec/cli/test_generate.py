@@ -166,6 +166,21 @@ def test_compare_does_not_compare_tokens_that_may_differ(tiny_decoder: SpecDecod
     assert compare(decoder, ["ab"], SamplingParams(max_tokens=4)).divergences == []
 
 
+def test_compare_copies_from_no_run_before(tiny_decoder: SpecDecoder, monkeypatch: Patch) -> None:
+    """Catches a ratio of drafts that have seen their own output: in a warm-up or a repeated run."""
+    real, done = tiny_decoder.generate, list[str]()
+
+    def listen(*args: Any, **options: Any) -> Any:
+        done.append("decode")
+        return real(*args, **options)
+
+    monkeypatch.setattr(tiny_decoder, "generate", listen)
+    drafter = tiny_decoder.engine.runner.drafter
+    monkeypatch.setattr(drafter, "forget", lambda: done.append("forget"))
+    compare(tiny_decoder, ["ab", "cd"], SamplingParams(max_tokens=8), repeats=2)
+    assert done == ["decode", "forget", "decode", "forget", "decode"]
+
+
 def test_first_divergence() -> None:
     assert first_divergence([1, 2, 3], [1, 2, 3]) is None
     assert first_divergence([1, 2, 3], [1, 9, 3]) == 1
