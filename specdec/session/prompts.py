@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.base.chat.messages import (
     asks_to_continue,
+    check_template,
     check_variables,
     for_template,
     readable,
@@ -43,10 +44,11 @@ class PromptReader:
         """One that reads as a target's loading says, whose template the tokenizer has from now on.
 
         Raises:
-            InvalidInputError: a variable has a name that is taken.
+            InvalidInputError: a variable has a name that is taken, or the template is no Jinja.
         """
         if load.chat_template is not None:
             tokenizer.chat_template = load.chat_template
+            check_template(tokenizer)
         variables = template_variables(load.chat_template_kwargs)
         check_variables(variables, tokenizer)
         return cls(tokenizer, name, variables)

@@ -161,10 +161,25 @@ def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizer
         raise InvalidInputError(f"{what}; leave it out")
 
 
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises:
+    InvalidInputError: the chat template is no Jinja. What it says of messages is not asked.
+    """
+    try:
+        tokenizer.apply_chat_template(_user("a"), tokenize=False)
+    except Exception as error:  # a template may raise whatever it likes
+        from jinja2 import TemplateSyntaxError
+
+        if isinstance(error, TemplateSyntaxError):
+            what = f"the chat template is no Jinja template: line {error.lineno}: "
+            raise InvalidInputError(f"{what}{one_line(error, 300)}") from error
+
+
 @cache
 def _own(kind: Any) -> frozenset[str]:
     """What the method of a tokenizer that applies templates takes for itself."""
-    return frozenset(inspect.signature(kind.apply_chat_template).parameters)
+    own = inspect.signature(kind.apply_chat_template).parameters
+    return frozenset(own) | {"conversations", "messages"}  # what it hands on by these names
 
 
 def _readable(number: int, message: Any) -> dict[str, Any]:

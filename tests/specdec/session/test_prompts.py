@@ -64,6 +64,24 @@ def test_what_is_no_variable(given: Any, said: str) -> None:
         decoder().generate([CHAT, CHAT], chat_template_kwargs=given)
 
 
+@pytest.mark.parametrize("name", ["messages", "conversations", "conversation", "tools"])
+def test_names_that_the_conversation_has(name: str) -> None:
+    """Catches a collision within the tokenizer that is told as a refusal of the messages."""
+    with pytest.raises(InvalidInputError, match=f"names '{name}', which is no variable"):
+        decoder().tokenize(CHAT, chat_template_kwargs={name: []})
+
+
+def test_a_template_that_is_no_jinja_is_refused_when_it_is_given() -> None:
+    """Catches a server that starts with it and refuses every chat; what a template says of
+    messages is no matter then.
+    """
+    for wrong in ("a\n{{ bad", "a\n{% if %}"):
+        with pytest.raises(InvalidInputError, match="is no Jinja template: line 2: "):
+            PromptReader.of(thinking_tokenizer(SWITCHED), "m", LoadConfig(chat_template=wrong))
+    load = LoadConfig(chat_template="{{ raise_exception('no user first') }}")
+    assert PromptReader.of(thinking_tokenizer(SWITCHED), "m", load).has_template
+
+
 def test_a_template_of_a_file(tmp_path: Path) -> None:
     """Its text is what travels to other machines, and what training compares."""
     file = tmp_path / "own.jinja"
