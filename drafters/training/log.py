@@ -51,9 +51,8 @@ class TrainLog:
         texts = {name: _text(row.get(name)) for name in COLUMNS}
         self.rows.append(texts)
         append(self._path, _line(texts))
-        words = " ".join(
-            f"{name} {texts[name]}" for name in ("step", "loss", "train_tau", "tau") if texts[name]
-        )
+        shown = ("step", "loss", "train_tau", "tau")
+        words = " ".join(f"{name} {texts[name]}" for name in shown if texts[name])
         if self._bar is not None:
             self._bar.n = round(100 * progress, 1)
             self._bar.set_postfix_str(words)

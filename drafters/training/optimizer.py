@@ -69,9 +69,8 @@ class MasterOptimizer:
         tables = {"params": [m for m in rest if m.ndim >= 2], "weight_decay": weight_decay}
         groups = [tables, {"params": [m for m in rest if m.ndim < 2], "weight_decay": 0.0}]
         self.lr, self._clip = lr, clip
-        self._parts: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-        ]
+        adam = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+        self._parts: list[torch.optim.Optimizer] = [adam]
         matrices = [m for name, m in self.masters.items() if name in self._by_muon]
         if matrices:
             muon = torch.optim.Muon(

@@ -21,9 +21,8 @@ def origin_of(config: TrainConfig, settings: Sequence[str]) -> dict[str, Any]:
     hashes = {
         Path(file).name: fingerprint(file) for file in (*config.prompts, *config.answers_from)
     }
-    origin: dict[str, Any] = json.loads(
-        json.dumps({"settings": {n: getattr(config, n) for n in settings}, "prompt_files": hashes})
-    )
+    found = {"settings": {n: getattr(config, n) for n in settings}, "prompt_files": hashes}
+    origin: dict[str, Any] = json.loads(json.dumps(found))
     return origin
 
 

@@ -215,9 +215,8 @@ def _check_taps(taps: Sequence[int], verifier: Any) -> None:
 
 def _rope(target: Mapping[str, Any]) -> dict[str, Any]:
     """The target's rotary embedding where a drafter can have it, else a plain one with its base."""
-    plain = target.get("rope_type", "default") in STATIC_ROPE_TYPES and target.get(
-        "partial_rotary_factor"
-    ) in (None, 1)
+    static = target.get("rope_type", "default") in STATIC_ROPE_TYPES
+    plain = static and target.get("partial_rotary_factor") in (None, 1)
     if "rope_theta" not in target:
         # several kinds of layers, each with its own base
         return {"rope_type": "default", "rope_theta": 1e6}

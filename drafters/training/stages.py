@@ -203,9 +203,8 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         heldout = answer_set(config, model, answered, verifier.device, verifier.max_model_len)
         name = f"{'sampled ' * (answers is drawn)}{shape}"
         replayed = replay(model, target, heldout, config).tau(shape, sampled=answers is drawn)
-        same = sum(
-            a.answer_ids == list(b.answer_ids) for a, b in zip(answered, answers, strict=True)
-        ) / len(answers)
+        pairs = zip(answered, answers, strict=True)
+        same = sum(a.answer_ids == list(b.answer_ids) for a, b in pairs) / len(answers)
         agreements[name] = Agreement(replayed, tau, same)
         text = f"finish: drafts {name}: tau {replayed:.3f} in training, {tau:.3f} in the engine"
         say(f"{text}; {same:.0%} of answers as before")

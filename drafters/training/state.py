@@ -51,9 +51,8 @@ def load_weights(model: TrainedModel, state: dict[str, Any]) -> None:
     """
     then, now = state["identity"]["drafter"], repr(model.config)
     if not alike("drafter", then, now):
-        fields = [
-            part for part in then.split("(", 1)[1].removesuffix(")").split(", ") if part not in now
-        ]
+        written = then.split("(", 1)[1].removesuffix(")").split(", ")
+        fields = [part for part in written if part not in now]
         what = f"the saved run trained another drafter, with {', '.join(fields)}"
         raise CheckpointError(f"{what}; give the model and drafter options of that run")
     saved = state["optimizer"]

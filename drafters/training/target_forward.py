@@ -111,9 +111,8 @@ class PlainForward:
         features = torch.cat([self._tapped[layer_id] for layer_id in self._layer_ids], dim=-1)
         self._tapped.clear()
         if packing is not None and not self._plain:
-            return packing.pack(features, batch.lengths), packing.pack(
-                output.last_hidden_state, batch.lengths
-            )
+            packed = packing.pack(features, batch.lengths)
+            return packed, packing.pack(output.last_hidden_state, batch.lengths)
         return features, output.last_hidden_state
 
     def _keep(self, layer_id: int, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -146,12 +145,10 @@ class PackedForward:
         # of every row
         sequences = torch.repeat_interleave(batch.lengths, output_size=sum(batch.lengths_host))
         ends = batch.lengths.cumsum(0)
-        positions = (
-            torch.arange(len(sequences), device=ends.device) - (ends - batch.lengths)[sequences]
-        )
-        table = torch.arange(num_seqs * blocks, dtype=torch.int32, device=ends.device).view(
-            num_seqs, blocks
-        )
+        numbers = torch.arange(len(sequences), device=ends.device)
+        positions = numbers - (ends - batch.lengths)[sequences]
+        every = torch.arange(num_seqs * blocks, dtype=torch.int32, device=ends.device)
+        table = every.view(num_seqs, blocks)
         slots = sequences * (blocks * spec.block_size) + positions
         metadata = AttentionMetadata.packed(batch.lengths_host, batch.lengths_host, table, slots)
         places = sequences * width + positions
@@ -166,9 +163,8 @@ class PackedForward:
         if (packing := batch.packing) is not None:
             places, num_seqs = packing.places[sequences] + positions, len(packing.slots)
             width = packing.length
-        return _unpack(torch.cat(tapped, dim=-1), places, num_seqs, width), _unpack(
-            final, places, num_seqs, width
-        )
+        taps = _unpack(torch.cat(tapped, dim=-1), places, num_seqs, width)
+        return taps, _unpack(final, places, num_seqs, width)
 
 
 def _unpack(packed: Tensor, places: Tensor, num_rows: int, width: int) -> Tensor:

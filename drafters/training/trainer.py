@@ -74,9 +74,8 @@ class Trainer:
         heldout: AnswerSet,
     ) -> None:
         self.config, self.target, self.train, self.heldout = config, target, train, heldout
-        self.rank, self.world = (
-            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        )
+        joined = dist.is_initialized()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         if config.batch_size % (config.accumulation * self.world):
             raise InvalidInputError(
                 f"batch-size is {config.batch_size}; it must be a multiple of accumulation x"
@@ -301,14 +300,12 @@ class Trainer:
         if self.config.uses_teacher:
             # The target's distribution for the token at position p is what it says at position p -
             # 1.
-            before = blocks.anchors[:, :, None] + torch.arange(
-                blocks.labels.shape[2], device=hidden.device
-            )
+            first = blocks.anchors[:, :, None]
+            before = first + torch.arange(blocks.labels.shape[2], device=hidden.device)
             rows = before.flatten(1).minimum(batch.lengths[:, None] - 1)
             teacher = batch.at(final_hidden, rows).view(*before.shape, -1).flatten(0, 1)
-        labels, valid_rows, previous = (
-            part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous)
-        )
+        parts = (blocks.labels, blocks.valid, blocks.previous)
+        labels, valid_rows, previous = (part.flatten(0, 1) for part in parts)
         labels, valid_rows = self._labels(labels, valid_rows)
         told = self.drafter.before(batch, features, blocks.anchors)
         told = None if told is None else told.flatten(0, 1)

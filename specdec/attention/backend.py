@@ -224,9 +224,8 @@ class AttentionMetadata:
         device = block_table.device
 
         def int32(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda").to(
-                device, non_blocking=True
-            )
+            host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+            return host.to(device, non_blocking=True)
 
         return cls(
             query_start_loc=int32([0, *accumulate(query_lens)]),

@@ -173,18 +173,16 @@ class Requests:
     def launch(self, attention: AttentionBackend) -> Callable[[], Tensor]:
         """The same, of which each call is one forward."""
         spec, phase = attention.spec, self.phase
-        cache: LayerCache = KVLayerSpec(spec.num_kv_heads, spec.head_dim).allocate(
-            self.num_blocks, self.size, spec.kv_dtype, spec.device
-        )
+        layer = KVLayerSpec(spec.num_kv_heads, spec.head_dim)
+        cache: LayerCache = layer.allocate(self.num_blocks, self.size, spec.kv_dtype, spec.device)
 
         def part(rows: Tensor, chosen: Tensor) -> Tensor:
             rows = rows[chosen]
             return rows.to(spec.device, spec.dtype if rows.is_floating_point() else rows.dtype)
 
         if not self.is_new.all():
-            attention.write(
-                cache, *(part(rows, ~self.is_new) for rows in (self.key, self.value, self.slots))
-            )
+            known = (part(rows, ~self.is_new) for rows in (self.key, self.value, self.slots))
+            attention.write(cache, *known)
         key, value, slots = (part(rows, self.is_new) for rows in (self.key, self.value, self.slots))
         query = self.query.to(spec.device, spec.dtype)
         sinks = None if self.sinks is None else self.sinks.to(spec.device, spec.dtype)

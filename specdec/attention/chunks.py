@@ -38,9 +38,8 @@ def in_chunks(metadata: AttentionMetadata, chunk: int, block_size: int) -> Atten
         slots = metadata.slot_mapping
         return AttentionMetadata.uniform(1, lengths, table, slots, max_seq_len=chunk)
     pieces = []
-    for request, (query_len, end) in enumerate(
-        zip(metadata.query_lens, metadata.seq_lens_host, strict=True)
-    ):
+    numbered = enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True))
+    for request, (query_len, end) in numbered:
         start = end - query_len
         while start < end:
             stop = min(end, (start // chunk + 1) * chunk)

@@ -32,9 +32,8 @@ def deviation(actual: Tensor, plain: Tensor, exact: Tensor) -> Deviation:
     _alike(actual, plain)
     _alike(plain.double(), exact)
     unit = torch.finfo(actual.dtype).eps
-    error, usual, size = (
-        _size(x.cpu().double() - e) for x, e in ((actual, exact), (plain, exact), (exact, 0))
-    )
+    pairs = ((actual, exact), (plain, exact), (exact, 0))
+    error, usual, size = (_size(x.cpu().double() - e) for x, e in pairs)
     if not usual <= unit**0.5 * size:
         raise ArithmeticError(f"plain torch is off by {usual:.1e} at numbers of about {size:.2g}")
     return Deviation(error, 2 * usual + unit * size)

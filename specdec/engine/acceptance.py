@@ -334,9 +334,8 @@ def _block_verification(
     """
     k = drafts.shape[1]
     q = _draft_distributions(draft, probs)
-    ratio = probs[:, :k].gather(-1, drafts[..., None]).squeeze(-1) / q.gather(
-        -1, drafts[..., None]
-    ).squeeze(-1)
+    wanted = probs[:, :k].gather(-1, drafts[..., None]).squeeze(-1)
+    ratio = wanted / q.gather(-1, drafts[..., None]).squeeze(-1)
     # behind a row that is not finite nothing is looked at
     ratio = torch.where(ratio >= 0, ratio, 0.0)
     # The paper's p_i: how far the first i drafts are as likely for the target as for their drafter,

@@ -208,9 +208,8 @@ def _constrained(request: Request, packed: list[int], count: int) -> list[int]:
     drafts, most = packed[:count], len(packed) // count - 1
     if request.grammar is not None and not request.error:
         try:
-            return request.grammar.constrained(
-                drafts, [packed[start : start + most] for start in range(count, len(packed), most)]
-            )
+            rows = [packed[start : start + most] for start in range(count, len(packed), most)]
+            return request.grammar.constrained(drafts, rows)
         except Exception as error:  # it ends when the step's results are read
             request.fail(error)
     return drafts
@@ -223,9 +222,8 @@ class OnItsWay:
         self._event: torch.cuda.Event | None = None
         self._host = tensor
         if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-                tensor, non_blocking=True
-            )
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensor.device))
 

@@ -75,9 +75,8 @@ def _on_this_rank(
         )
     if executor is None:
         return SpecEngine(verifier, drafter, config, grammars)
-    return (LeadingEngine if executor.leads else FollowingEngine)(
-        executor, verifier, drafter, config, grammars
-    )
+    kind = LeadingEngine if executor.leads else FollowingEngine
+    return kind(executor, verifier, drafter, config, grammars)
 
 
 class _RankEngine(SpecEngine):

@@ -72,9 +72,8 @@ class SlotState:
         """Writes the rows of requests that have just got their slots."""
         if not requests:
             return
-        slots, first_blocks = self.tensor(
-            [[request.slot for request in requests], [request.block_ids[0] for request in requests]]
-        )
+        own = [request.slot for request in requests]
+        slots, first_blocks = self.tensor([own, [request.block_ids[0] for request in requests]])
         # Entries past its own blocks repeat a request's first block, so that no request ever reads
         # another's values.
         block_rows = first_blocks.int()[:, None].expand(-1, self.block_table.shape[1])
@@ -267,9 +266,8 @@ class SlotState:
         self.anchors.index_copy_(0, batch.slots, accept.next_anchors)
         plan, seen, counts = batch.sampling.plan, self.sampling.seen, self.sampling.counts
         if plan.penalized or plan.counted:
-            kept = (
-                torch.arange(token_ids.shape[1], device=self.device) <= accept.num_accepted[:, None]
-            )
+            columns = torch.arange(token_ids.shape[1], device=self.device)
+            kept = columns <= accept.num_accepted[:, None]
             tokens = torch.where(kept, token_ids, token_ids[:, :1])
             cells = (batch.slots[:, None] * self.vocab_size + tokens).view(-1)
             if plan.penalized and seen is not None:

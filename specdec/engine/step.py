@@ -397,9 +397,8 @@ class StepRunner:
         with self._timer.phase("accept"):
             self._slots.end_prefill(chunks)
             ended = [chunk.request for chunk in chunks if samples_first_token(chunk)]
-            return self._first_tokens(ended, logits[: len(ended)]), self._scores(
-                chunks, logits[len(ended) :]
-            )
+            first = self._first_tokens(ended, logits[: len(ended)])
+            return first, self._scores(chunks, logits[len(ended) :])
 
     def _scores(self, chunks: Sequence[Chunk], logits: Tensor) -> ScoredPrompts | None:
         """Log-probabilities of prompt tokens from the logits [n, V] of the rows before them."""

@@ -57,9 +57,8 @@ class BlockPool:
         num_blocks = self.num_blocks
         self._ref_counts = [0] * num_blocks
         # free ones
-        self._unpublished: OrderedDict[int, None] = OrderedDict(
-            (block, None) for block in range(1, num_blocks)
-        )
+        blocks = range(1, num_blocks)
+        self._unpublished: OrderedDict[int, None] = OrderedDict((block, None) for block in blocks)
         # free ones, the least recently freed first
         self._published: OrderedDict[int, None] = OrderedDict()
         self._digest_of: dict[int, bytes] = {}

@@ -85,7 +85,6 @@ class StateLayerSpec:
         """The layer's cache; `lengths` int64 [num_slots] are those of all layers."""
         num_slots, device = len(lengths), lengths.device
         state = torch.zeros(num_slots, self.heads, self.key_dim, self.value_dim, device=device)
-        inputs = torch.zeros(
-            num_slots, self.columns(max_rows), self.width, dtype=self.dtype, device=device
-        )
+        columns = self.columns(max_rows)
+        inputs = torch.zeros(num_slots, columns, self.width, dtype=self.dtype, device=device)
         return StateCache(state, inputs, lengths)

@@ -65,10 +65,8 @@ class Indexer:
         )
 
     def _rotate(self, heads: Tensor, angles: Angles) -> Tensor:
-        return torch.cat(
-            [rotate(heads[..., : self.rope_dim], *angles.doubled), heads[..., self.rope_dim :]],
-            dim=-1,
-        )
+        turned = rotate(heads[..., : self.rope_dim], *angles.doubled)
+        return torch.cat([turned, heads[..., self.rope_dim :]], dim=-1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

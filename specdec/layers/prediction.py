@@ -44,9 +44,8 @@ class ClusteredHead:
     def mask(self, hidden: Tensor, logits: Tensor) -> Tensor:
         """`logits` [n, V] of `hidden` [n, H], tokens in other clusters the lowest number."""
         scores = self.centroids(hidden)
-        likeliest = torch.zeros_like(scores, dtype=torch.bool).scatter_(
-            1, scores.topk(self.chosen, dim=1).indices, True
-        )
+        marks = torch.zeros_like(scores, dtype=torch.bool)
+        likeliest = marks.scatter_(1, scores.topk(self.chosen, dim=1).indices, True)
         others = ~likeliest.index_select(1, self.cluster_of)
         return logits.masked_fill(others, torch.finfo(logits.dtype).min)
 

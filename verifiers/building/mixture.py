@@ -79,9 +79,8 @@ def _experts(experts: Weights, description: Description) -> Experts:
     """The routed experts whose tensors these are."""
     first = "up_proj" if description.activation in PLAIN else "gate_up_proj"
     transposed = description.experts in TRANSPOSED
-    gate_up, down = (
-        _as_run(experts.experts(name, transposed=transposed)) for name in (first, "down_proj")
-    )
+    names = (first, "down_proj")
+    gate_up, down = (_as_run(experts.experts(name, transposed=transposed)) for name in names)
     gate_up_bias = experts.optional("gate_up_proj_bias")
     if description.experts == "interleaved":
         order = torch.arange(gate_up.shape[1], device=gate_up.device).view(-1, 2).t().flatten()

@@ -57,9 +57,8 @@ def mixer(
     linear_attention = mamba(scope, config) if rule == "mamba" else delta_net(scope, config)
     if not attends(config, layer):
         return linear_attention, scope.output("out_proj")
-    return SideBySide(attention(), linear_attention), _joined(
-        weights, "self_attn.o_proj", "linear_attn.out_proj"
-    )
+    both = SideBySide(attention(), linear_attention)
+    return both, _joined(weights, "self_attn.o_proj", "linear_attn.out_proj")
 
 
 def _joined(weights: Weights, *names: str) -> Linear:

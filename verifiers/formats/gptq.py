@@ -37,9 +37,8 @@ class Gptq(Format):
         self._bits = bits
         self._stored_less_one = layout == LAYOUTS[0]
         group = group_size(quantization, default=128)
-        sorts = (
-            quantization.get("desc_act") is True and quantization.get("static_groups") is not True
-        )
+        acts = quantization.get("desc_act") is True
+        sorts = acts and quantization.get("static_groups") is not True
         packed, widens = group is None or not sorts, bits not in ALIGNED
         super().__init__(memory_bits(bits, group), group=group, stays_packed=packed, widens=widens)
 

@@ -54,9 +54,8 @@ def stated_quantization(config: Any) -> Settings | None:
     Raises:
         SettingError: what it says is no object.
     """
-    stated = (config.get if isinstance(config, Mapping) else partial(getattr, config))(
-        "quantization_config", None
-    )
+    entry = config.get if isinstance(config, Mapping) else partial(getattr, config)
+    stated = entry("quantization_config", None)
     if stated is None or isinstance(stated, Mapping):
         return stated or None
     if not hasattr(stated, "to_dict"):

@@ -234,9 +234,8 @@ def _rules(config: Any, description: Description, ranks: int) -> Iterator[tuple[
     """Ends of names, once a family's are those of `Description.names`, and how such tensors are
     divided; the first one counts.
     """
-    yield from (
-        (rf"{name}\.weight", _Rule(-2, kind="tokens")) for name in ("embed_tokens", "lm_head")
-    )
+    tables = ("embed_tokens", "lm_head")
+    yield from ((rf"{name}\.weight", _Rule(-2, kind="tokens")) for name in tables)
     yield r"lm_head\.bias", _Rule(-1, kind="tokens")
     yield from _key_rules(config, description, ranks)
     pairs = (1, 1)

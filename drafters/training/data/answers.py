@@ -148,9 +148,8 @@ def plan_answers(config: TrainConfig, prompts: PromptSet) -> dict[str, Sequence[
         for prompt in prompts.train
         for i, temperature in enumerate(config.temperatures)
     ]
-    return plan_shards("heldout", heldout, config.shard_size) | plan_shards(
-        "train", train, config.shard_size
-    )
+    shards = plan_shards("heldout", heldout, config.shard_size)
+    return shards | plan_shards("train", train, config.shard_size)
 
 
 class _Writer:

@@ -150,9 +150,8 @@ class AnswerSet:
         lengths = self._lengths[indices]
         rows = (self._starts[indices][:, None] + positions).clamp(max=self._tokens.shape[0] - 1)
         padding = positions >= lengths[:, None]
-        tokens, ends = (
-            part[rows].long().masked_fill(padding, 0) for part in (self._tokens, self._ends)
-        )
+        tables = (self._tokens, self._ends)
+        tokens, ends = (part[rows].long().masked_fill(padding, 0) for part in tables)
         host = [self.lengths[index] for index in chosen]
         return SequenceBatch(tokens, self._prompt_lens[indices], lengths, host, ends)
 

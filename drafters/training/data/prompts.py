@@ -61,9 +61,8 @@ def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
     prompts = [prompt for file in config.prompts for prompt in read_prompts(file)]
     random.shuffle(prompts)
     prompts = prompts[: config.max_prompts]
-    prompts += [
-        TrainingPrompt(f"self-written {i}", (("user", text),)) for i, text in enumerate(written)
-    ]
+    numbered = enumerate(written)
+    prompts += [TrainingPrompt(f"self-written {i}", (("user", text),)) for i, text in numbered]
     if not prompts:
         what = "there is no prompt to train on"
         raise InvalidInputError(f"{what}; name files with --prompts, or ask for --self-prompts")
@@ -74,9 +73,8 @@ def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
     heldout = [replace(prompt, later=()) for prompt in prompts[: config.heldout]]
     train = prompts[config.heldout :]
     examples = [prompt for prompt in train if prompt.answer is not None]
-    train += [
-        vary(prompt, random, version) for version in range(config.variations) for prompt in examples
-    ]
+    versions = range(config.variations)
+    train += [vary(prompt, random, version) for version in versions for prompt in examples]
     if config.few_shot_share > 0:
         if len(examples) <= config.few_shot:
             raise InvalidInputError(
@@ -170,7 +168,6 @@ def _near(number: int, random: Random) -> int:
 
 
 def _choose_template(prompt: TrainingPrompt, config: TrainConfig, random: Random) -> TrainingPrompt:
-    few_shot = (
-        len(prompt.messages) == 1 and not prompt.later and random.random() < config.few_shot_share
-    )
+    single = len(prompt.messages) == 1
+    few_shot = single and not prompt.later and random.random() < config.few_shot_share
     return replace(prompt, few_shot=few_shot)

@@ -60,9 +60,8 @@ def write_self_prompts(
     prefix, stop = user_turn(source)
 
     def begun(index: int) -> list[int]:
-        ids: list[int] = source.tokenizer(_opening(config, index)[1], add_special_tokens=False)[
-            "input_ids"
-        ]
+        encoded = source.tokenizer(_opening(config, index)[1], add_special_tokens=False)
+        ids: list[int] = encoded["input_ids"]
         return ids
 
     def start(index: int) -> tuple[list[int], SamplingParams]:
@@ -73,9 +72,8 @@ def write_self_prompts(
         return [*prefix, *begun(index)], sampling
 
     def record(result: GenerationResult, index: int) -> tuple[list[dict[str, Any]], None]:
-        text = source.tokenizer.decode(
-            [*begun(index), *result.token_ids], skip_special_tokens=True
-        ).strip()
+        token_ids = [*begun(index), *result.token_ids]
+        text = source.tokenizer.decode(token_ids, skip_special_tokens=True).strip()
         said = source.tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
         whole = said and result.finish_reason == "stop"
         row = {"index": index, "kind": _opening(config, index)[0], "prompt": text}
@@ -130,9 +128,8 @@ def user_turn(source: Source) -> tuple[list[int], tuple[int, ...]]:
     if not found:
         what = f"the chat template of {source.name!r} drops a user's words"
         raise InvalidInputError(f"{what}; set self-prompts to 0")
-    prefix, suffix = (
-        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)
-    )
+    sides = (before, after)
+    prefix, suffix = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in sides)
     return prefix, tuple(token for token in suffix[:1] if token in tokenizer.all_special_ids)
 
 

@@ -112,9 +112,8 @@ def make_blocks(batch: SequenceBatch, anchors: Tensor, valid: Tensor, *, num_row
     """Labels of blocks at `anchors` int64 [S, N]: row k predicts the anchor's position + k."""
     length = batch.token_ids.shape[1]
     positions = anchors[:, :, None] + torch.arange(1, num_rows + 1, device=anchors.device)
-    labels = batch.token_ids.gather(1, positions.clamp(max=length - 1).flatten(1)).view_as(
-        positions
-    )
+    following = batch.token_ids.gather(1, positions.clamp(max=length - 1).flatten(1))
+    labels = following.view_as(positions)
     previous = torch.cat([batch.token_ids.gather(1, anchors)[:, :, None], labels[:, :, :-1]], dim=2)
     ends = batch.ends.gather(1, anchors)[:, :, None]
     return Blocks(anchors, labels, previous, valid[:, :, None] & (positions < ends))

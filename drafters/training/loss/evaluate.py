@@ -124,9 +124,8 @@ def replay(
     drafts = _Drafts(drafter, model, target, config)
     temperatures, emitted, steps = [], [], []
     reached, offered, held, asked = torch.zeros(4, num_rows).unbind()
-    keys = [
-        (temperature, n) for (temperature, _), n in zip(answers.draws, answers.lengths, strict=True)
-    ]
+    stated = zip(answers.draws, answers.lengths, strict=True)
+    keys = [(temperature, n) for (temperature, _), n in stated]
     order = sorted(range(len(answers)), key=keys.__getitem__)
     for piece in in_batches(len(order), max(config.batch_size // config.accumulation, 1)):
         chosen = [order[i] for i in piece]
@@ -158,9 +157,8 @@ def replay(
         matches = torch.cat(found, dim=1).transpose(1, 2).tolist()  # by answer, shape and anchor
         emitted += counts
         temperatures += [temperature for temperature, _ in draws]
-        steps += [
-            [walk(row[:count]) for row in rows] for rows, count in zip(matches, counts, strict=True)
-        ]
+        pairs = zip(matches, counts, strict=True)
+        steps += [[walk(row[:count]) for row in rows] for rows, count in pairs]
     rates = [
         (part / whole.clamp(min=1)).tolist() for part, whole in ((reached, offered), (held, asked))
     ]

@@ -105,9 +105,8 @@ class Objective:
         rows = _Rows(base, labels, valid, teacher)
         loss, weight, matches, said = (self._chosen if few else self._corrected)(rows, left, head)
         if config.confidence:
-            loss = loss + config.confidence * self._confidence(
-                said, teacher, hidden, previous, valid
-            )
+            added = config.confidence * self._confidence(said, teacher, hidden, previous, valid)
+            loss = loss + added
         return loss, weight, matches
 
     def _corrected(

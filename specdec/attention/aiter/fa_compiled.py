@@ -44,9 +44,8 @@ def write(
 
 def varlen(setup: Setup[AiterFa], group: Group, layer: Layer, rows: Rows) -> Tensor:
     """Rows that are whole sequences."""
-    out: Tensor = attend(
-        setup.ops, group, *rows, causal=group.causal, **_options(group, layer, layer.window)
-    )
+    options = _options(group, layer, layer.window)
+    out: Tensor = attend(setup.ops, group, *rows, causal=group.causal, **options)
     return out
 
 
@@ -181,6 +180,5 @@ def _scale_table(setup: Setup[AiterFa], cache: LayerCache) -> Tensor:
     block_size].
     """
     num_blocks, size, heads = cache.key.shape[:3]
-    return setup.scratch.take("scales", num_blocks * heads * size, torch.float32, torch.ones).view(
-        num_blocks, heads, size
-    )
+    scales = setup.scratch.take("scales", num_blocks * heads * size, torch.float32, torch.ones)
+    return scales.view(num_blocks, heads, size)

@@ -44,9 +44,8 @@ def _among_themselves(
     """Attention of `width` rows per request to each other, and to sinks: in float32, as `merge`
     takes it.
     """
-    key, value = (
-        setup.as_cached(side).unflatten(0, (-1, width)).float() for side in (rows.key, rows.value)
-    )
+    sides = (rows.key, rows.value)
+    key, value = (setup.as_cached(side).unflatten(0, (-1, width)).float() for side in sides)
     query = rows.query.unflatten(0, (-1, width)).unflatten(2, (key.shape[2], -1)).float()
     scores = torch.einsum("rihgd,rjhd->rhgij", query, key) * layer.scale
     scores = scores.masked_fill(~tree.seen(width, None)[:, None, None], -torch.inf)

@@ -150,9 +150,8 @@ class Group(AttentionMetadata):
             positions.to(device, non_blocking=True),
         )
         blocks = self.block_table[requests, positions // self.block_size].long()
-        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(
-            device, non_blocking=True
-        )
+        host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        cu_seqlens = host.to(device, non_blocking=True)
         slots = blocks * self.block_size + positions % self.block_size
         return Context(slots, cu_seqlens, max(lengths))
 

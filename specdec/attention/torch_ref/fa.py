@@ -75,9 +75,8 @@ class _Segment:
                 if self.kept is not None:
                     # padding has to see something, or it yields NaN
                     seen = seen | (queries >= self.seq_lens[:, :, None])
-            mask = torch.zeros(
-                len(seen), self.width, self.num_keys, dtype=dtype, device=device
-            ).masked_fill_(~seen, -torch.inf)
+            zeros = torch.zeros(len(seen), self.width, self.num_keys, dtype=dtype, device=device)
+            mask = zeros.masked_fill_(~seen, -torch.inf)
             self.masks[window] = F.pad(mask.repeat(1, groups, 1), (0, 0, 0, spare))[:, None]
         return self.masks[window]
 
@@ -264,9 +263,8 @@ class TorchRefBackend(AttentionBackend):
             mask = segment.mask(window, query.dtype, groups, spare)
             if spare:
                 q = F.pad(q, (0, 0, 0, spare))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[
-                :, :, : groups * width
-            ]
+            padded = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+            out = padded[:, :, : groups * width]
         else:
             mask = segment.mask(window, query.dtype, groups)
             out = _weigh(q, k, v, mask, scale, softcap, sinks)

@@ -100,9 +100,8 @@ def plan_rectangles(metadata: AttentionMetadata, block_size: int) -> AttentionMe
     of_parts = [part.end for part in parts] + [part.request for part in parts]
     numbers = sum(counts, of_parts)
     values = torch.tensor(numbers, dtype=torch.int32, pin_memory=metadata.seq_lens.is_cuda)
-    ends, requests, starts = values.to(metadata.seq_lens.device, non_blocking=True).tensor_split(
-        [len(parts), 2 * len(parts)]
-    )
+    there = values.to(metadata.seq_lens.device, non_blocking=True)
+    ends, requests, starts = there.tensor_split([len(parts), 2 * len(parts)])
     table = metadata.block_table.index_select(0, requests)
     runs, first_row, first_part = [], 0, 0
     for group, count in zip(groups, counts, strict=True):

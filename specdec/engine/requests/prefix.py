@@ -113,9 +113,8 @@ class PrefixCache:
         if self._recurrent:
             request.snapshot = self.pool.snapshot_at(cached[-1]) if cached else None
             most = (num_tokens - 1) // self.block_size
-            request.parts_at = (
-                self.pool.num_known(sequence.digests[:most], len(cached)) * self.block_size
-            )
+            known = self.pool.num_known(sequence.digests[:most], len(cached))
+            request.parts_at = known * self.block_size
         if request.num_cached_tokens is None:  # not again after a preemption
             request.num_cached_tokens = found
             if request.sampling.read_prefix_cache and not request.num_to_score:

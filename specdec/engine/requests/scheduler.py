@@ -195,9 +195,8 @@ class Scheduler:
                 continue
             # The last to arrive goes first, which may be this one.
             while request.status is Status.RUNNING:
-                missing = blocks_for(request.kv_tokens_bound + num_rows, block_size) - len(
-                    request.block_ids
-                )
+                wanted = blocks_for(request.kv_tokens_bound + num_rows, block_size)
+                missing = wanted - len(request.block_ids)
                 if missing <= self.pool.num_free:
                     if missing > 0:
                         request.block_ids += self.pool.allocate(missing)
@@ -259,9 +258,8 @@ class Scheduler:
         """
         tokens = prefill_tokens(request)
         cached = self.prefix.match(request, tokens)
-        missing = blocks_for(
-            len(tokens) + max(self.num_draft_tokens + 1, self.num_lookahead_tokens), self.block_size
-        ) - len(cached)
+        num_tokens = len(tokens) + max(self.num_draft_tokens + 1, self.num_lookahead_tokens)
+        missing = blocks_for(num_tokens, self.block_size) - len(cached)
         if missing + len(self.working) > self.pool.num_free:
             self.pool.release(cached)
             return False

@@ -114,9 +114,8 @@ def _gated_deviations(
 ) -> Iterator[Deviation]:
     joined = (3 * normal(5, 2 * 1536)).to(dtype)
     for activation in ("silu", "gelu_tanh"):
-        (gate, up), (wide_gate, wide_up) = (
-            numbers.chunk(2, dim=-1) for numbers in (joined, joined.double())
-        )
+        sides = (joined, joined.double())
+        (gate, up), (wide_gate, wide_up) = (numbers.chunk(2, dim=-1) for numbers in sides)
         plain, exact = gated(gate, up, activation), gated(wide_gate, wide_up, activation)
         yield deviation(kernels.gated(joined.to(device), activation), plain, exact)
 

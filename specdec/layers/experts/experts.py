@@ -35,9 +35,8 @@ def apply_experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Te
     order = chosen.argsort(stable=True)
     expert_of = chosen[order]
     counts = torch.zeros(layer.num_experts, dtype=torch.int32, device=x.device)
-    ends = counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32)).cumsum(
-        0, dtype=torch.int32
-    )
+    totals = counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
+    ends = totals.cumsum(0, dtype=torch.int32)
     gate_up = _product(x[order // ids.shape[1]], layer.gate_up, layer.gate_up_bias, expert_of, ends)
     gate_up = activate(gate_up, layer.activation)
     product = _product(gate_up, layer.down, layer.down_bias, expert_of, ends)

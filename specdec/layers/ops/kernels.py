@@ -187,9 +187,8 @@ class TritonOps(Ops):
         if isinstance(backend, TritonFaBackend):  # whose cache is ours to write
             rotated = rope_store(query, key, value, cache, plan.slot_mapping, **rotation)
             return backend.read(rotated, cache, plan, **heads.attention_options).flatten(1)
-        return backend.run(
-            *rotated_rows(query, key, value, **rotation), cache, plan, **heads.attention_options
-        ).flatten(1)
+        turned = rotated_rows(query, key, value, **rotation)
+        return backend.run(*turned, cache, plan, **heads.attention_options).flatten(1)
 
     def write(
         self,

@@ -127,9 +127,8 @@ def _moved(one: Recurrence, where: torch.device | torch.dtype) -> Recurrence:
 
 def _rows(device: torch.device, start: int, count: int, *, final: bool) -> RecurrentRows:
     """Two requests, in slots 2 and 1."""
-    slots, starts, counts = (
-        torch.tensor(pair, device=device) for pair in ((2, 1), (start, start), (count, count))
-    )
+    pairs = ((2, 1), (start, start), (count, count))
+    slots, starts, counts = (torch.tensor(pair, device=device) for pair in pairs)
     first_rows = torch.tensor([0, count, 2 * count], dtype=torch.int32, device=device)
     return RecurrentRows(slots, starts, counts, first_rows, count, MAX_ROWS, final)
 

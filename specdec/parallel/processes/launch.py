@@ -170,9 +170,8 @@ def _meet(
 def _join_torchrun(device: torch.device) -> Executor:
     size = torchrun_size()
     with rank_sockets():
-        group = join_group(
-            device_of_rank(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), size)
-        )
+        local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        group = join_group(device_of_rank(device, local, size))
         assert group is not None, "torchrun has started several ranks"
         executor = executors.install(Executor(group))
     processes = torch.zeros(size, dtype=torch.int64)

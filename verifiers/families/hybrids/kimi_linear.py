@@ -17,9 +17,8 @@ _PARTS = {
 
 def _names(config: Any) -> list[tuple[str, str]]:
     # Attention of both kinds has the same name.
-    layers = "|".join(
-        str(layer) for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"
-    )
+    kinds = enumerate(config.layer_types)
+    layers = "|".join(str(layer) for layer, kind in kinds if kind == "linear_attention")
     names = [(rf"(?<=\.layers\.)({layers})\.self_attn\.", r"\1.linear_attn.")]
     return names + [
         (rf"\.linear_attn\.{re.escape(old)}(?=\.|$)", f".linear_attn.{new}")

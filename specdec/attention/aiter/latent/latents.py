@@ -238,9 +238,8 @@ def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     most = torch.finfo(dtype).max
     rows = torch.linalg.vector_norm(tensor, torch.inf, dim=-1, dtype=torch.float32)
-    largest = (
-        torch.where(rows < torch.inf, rows, 0.0).amax().clamp(min=torch.finfo(torch.float16).tiny)
-    )
+    peak = torch.where(rows < torch.inf, rows, 0.0).amax()
+    largest = peak.clamp(min=torch.finfo(torch.float16).tiny)
     scale = torch.exp2(torch.ceil(torch.log2(largest / most)))
     return (tensor * (1 / scale).to(tensor.dtype)).clamp(-most, most).to(dtype), scale.reshape(1)
 

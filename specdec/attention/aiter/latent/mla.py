@@ -172,9 +172,8 @@ class RocmAiterMlaBackend(AiterLatentBackend):
     def prefill_fp8(self, group: Group, plan: MlaPlan, layer: MlaLayer, rows: MlaRows) -> Tensor:
         """Rows that are whole sequences, on keys and values built and rounded."""
         assert self._fp8_prefill is not None and plan.fp8_prefill is not None
-        return self._fp8_prefill.attend(
-            _query(rows), *_keys_and_values(*rows[2:], layer.up), plan.fp8_prefill, layer.scale
-        )
+        keys = _keys_and_values(*rows[2:], layer.up)
+        return self._fp8_prefill.attend(_query(rows), *keys, plan.fp8_prefill, layer.scale)
 
     def varlen(self, group: Group, plan: MlaPlan, layer: MlaLayer, rows: MlaRows) -> Tensor:
         """Attends on keys and values as they are."""

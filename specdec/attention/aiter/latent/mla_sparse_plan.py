@@ -191,9 +191,8 @@ class SparsePlanner:
         request_ids = torch.searchsorted(ends, rows, right=True)
         positions = rows + (metadata.seq_lens - ends)[request_ids].long()
         buffers.fill(request_ids, capturing=capturing)
-        work_plan = self._steady_plan(metadata, buffers, capturing) or self._work_plan(
-            metadata, positions, buffers, capturing
-        )
+        steady = self._steady_plan(metadata, buffers, capturing)
+        work_plan = steady or self._work_plan(metadata, positions, buffers, capturing)
         chunks = None if metadata.query_lens is None else _index_chunks(metadata, self.device)
         return SparsePlan(metadata, buffers, work_plan, buffers.serial, positions, chunks)
 
