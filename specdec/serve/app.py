@@ -42,7 +42,7 @@ from specdec.serve.protocol import (
     TokenizeRequest,
 )
 from specdec.serve.responses.answer import ResponseAnswer
-from specdec.serve.responses.protocol import ResponsesRequest
+from specdec.serve.responses.protocol import ResponsesRequest, own_words
 from specdec.serve.sampling import sampling_params
 from specdec.serve.state.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.state.request_log import HEADER, OUTPUTS, RequestLog
@@ -117,7 +117,8 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     @app.post("/v1/responses")
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         asked = request.chat()
-        tokens, sampling, tools = await _conversation(front, asked, http)
+        with own_words():
+            tokens, sampling, tools = await _conversation(front, asked, http)
         about, thinking = (asked, front.names[0], [tokens], tokens_of), thinking_of(tokenizer)
         answer = ResponseAnswer(*about, request=request, tools=tools, thinking=thinking)
         return await _respond(front, http, answer, sampling)

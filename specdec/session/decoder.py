@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from torch import Tensor
 
@@ -183,6 +183,13 @@ class SpecDecoder:
                 raise error
             assert self.engine.staged is not None
             self.session.between_steps(partial(self.engine.exchange, self.engine.staged))
+
+    def __enter__(self) -> Self:
+        """The decoder, which is closed at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Cancels what is unfinished, and ends the target's other processes, for good."""

@@ -153,7 +153,8 @@ class BatchLine:
     def _request(self) -> Generation:
         method, url, body = (self.record.get(name) for name in ("method", "url", "body"))
         if not isinstance(self.custom_id, str):
-            raise RequestError(f"custom_id is {shown(self.custom_id)}; give a text")
+            what = f"custom_id is {shown(self.custom_id)}"
+            raise RequestError(f"{what}; give a text, as all lines of a batch file have")
         if method != "POST" or url not in ROUTES:
             known = " or ".join(ROUTES)
             raise RequestError(f"a line asks {method} {url}; it must be POST {known}")

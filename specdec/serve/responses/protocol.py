@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import Field, ValidationError
 
-from specdec.base.errors import shown
+from specdec.base.errors import SpecDecError, shown
 from specdec.serve.errors import RequestError, malformed
 from specdec.serve.protocol import Body, ChatRequest
 
@@ -76,11 +78,12 @@ class ResponsesRequest(Body):
             raise RequestError(f"{what}; leave it out", twice[0])
         for name in REFUSED.keys() - {"store"}:
             fields.pop(name, None)
-        try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            problems = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-            raise malformed(problems) from error
+        with own_words():
+            try:
+                return ChatRequest.model_validate(fields)
+            except ValidationError as error:
+                problems = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+                raise malformed(problems) from error
 
     def _check(self) -> None:
         for name, (harmless, way_out) in REFUSED.items():
@@ -91,6 +94,34 @@ class ResponsesRequest(Body):
             if name not in INCLUDED:
                 what = f"include asks for {shown(name)}, which is not offered"
                 raise RequestError(f"{what}; leave it out", "include")
+
+
+_WORDS = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Names of this API for fields of a chat."""
+
+_WORD = re.compile(r"^messages(?=[\[. ])|response_format|max_completion_tokens|reasoning_effort")
+
+
+@contextmanager
+def own_words() -> Iterator[None]:
+    """A refusal within names fields as the request does, not as the chat that it becomes."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = error.param and _WORDS.get(error.param, error.param)
+        error.message = _renamed(error.message)
+        raise
+    except SpecDecError as error:
+        raise type(error)(_renamed(str(error))) from error
+
+
+def _renamed(message: str) -> str:
+    return _WORD.sub(lambda found: _WORDS[found[0]], message)
 
 
 def messages_of(given: str | list[Any], instructions: str | None) -> list[dict[str, Any]]:

@@ -195,7 +195,7 @@ def test_the_thinking_of_channels_is_counted() -> None:
         ({"n": 2}, "a response has one output"),
         ({"include": ["file_search_call.results"]}, "include asks for"),
         ({"input": 3}, "input is 3"),
-        ({"input": []}, "messages is []"),
+        ({"input": []}, "input is []"),
         ({"input": ["a"]}, "input[0] is 'a'"),
         ({"input": [{"content": "a"}]}, "input[0] has no role"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] is 'item_reference'"),
@@ -206,7 +206,7 @@ def test_the_thinking_of_channels_is_counted() -> None:
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0] is 'web_search'"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "names 'x'"),
-        ({"text": {"format": {"type": "csv"}}}, "the type of response_format is 'csv'"),
+        ({"text": {"format": {"type": "csv"}}}, "the type of text.format is 'csv'"),
         (
             {"text": {"format": {"type": "text"}}, "response_format": {"type": "json_object"}},
             "response_format is a chat's word for what the request says already",
@@ -227,6 +227,7 @@ def test_what_is_refused(client: openai.OpenAI, fields: dict[str, Any], words: s
         client.post("/responses", cast_to=object, body={**ASKED, **fields})
     body: Any = caught.value.body
     assert words in body["message"] and "\n" not in body["message"] and len(body["message"]) < 300
+    assert body["param"] not in {"messages", "response_format"} - fields.keys()
 
 
 @pytest.mark.parametrize("stream", [False, True])

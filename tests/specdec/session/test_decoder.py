@@ -1,6 +1,7 @@
 """What `SpecDecoder` takes for prompts and options, and what it refuses in one line."""
 
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ def decoder() -> SpecDecoder:
     return SpecDecoder(
         paged_verifier(plain_model("llama")), tiny_tokenizer(), None, EngineConfig(max_num_seqs=2)
     )
+
+
+def test_a_decoder_is_closed_at_the_end_of_a_block(decoder: SpecDecoder) -> None:
+    """Also where something is raised there."""
+    for error in (None, KeyError):
+        with pytest.raises(KeyError) if error else nullcontext(), decoder.plain() as other:
+            assert len(other.generate([5, 6, 7], max_tokens=2).token_ids) == 2
+            if error:
+                raise error
+        with pytest.raises(SpecDecError, match="closed"):
+            other.generate([5, 6, 7], max_tokens=2)
 
 
 @pytest.mark.parametrize(
