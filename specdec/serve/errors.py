@@ -13,8 +13,9 @@ from specdec.sampling.params import SamplingParams
 RETRY_SECONDS = 1
 """After which a client may ask a busy server again."""
 
-_FIELD = re.compile(rf"({'|'.join(one.name for one in fields(SamplingParams))}) is ")
-"""With which a line about a value begins."""
+_NAMES = "|".join(one.name for one in fields(SamplingParams))
+_FIELD = re.compile(rf"(?:[a-z]+ ){{0,3}}({_NAMES}) (?:is|holds|has) ")
+"""With which a line about a value, or a part of one, begins."""
 
 _INSTANCE = re.compile(r"dictionary or (instance of \w+|object to extract fields from)")
 

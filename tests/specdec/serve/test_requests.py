@@ -135,6 +135,23 @@ def test_a_wrong_field_is_told_in_the_client_s_words(
     assert answer.json()["error"]["message"].startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1),
+        ("stop", ""),
+        ("stop", ["a"] * 65),
+        ("logit_bias", {"x": 1}),
+        ("stop_token_ids", [5] * 1025),
+        ("top_p", 2),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_field(live: Live, name: str, value: Any) -> None:
+    """For programs, whatever the line says of the value or a part of it."""
+    answer = live.post("/v1/chat/completions", json={"messages": CHAT, name: value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
 def test_samplers_of_others_that_are_off_are_let_pass(live: Live) -> None:
     body = {"mirostat": 0, "dry_multiplier": 0.0, "xtc_probability": 0, "repeat_penalty": 1}
     body |= {"tfs_z": 1.0, "top_n_sigma": -1, "typical_p": 1.0, "dynatemp_range": 0.0}
