@@ -222,13 +222,10 @@ def ready_shapes(engine: SpecEngine) -> list[WarmUpShape]:
 
 
 def idle_shapes(engine: SpecEngine) -> list[WarmUpShape]:
-    """What makes steps of shorter contexts faster, the shortest first: greedy, and as requests that
-    say nothing are sampled.
-    """
-    usual = dict.fromkeys((_filled(engine, None), _filled(engine, SamplingParams(temperature=0.0))))
-    shorter = [bound for bound in lengths(engine.slots.longest) if bound < engine.slots.longest]
-    steps = (_steps(engine, sampling, [bound]) for bound in shorter for sampling in usual)
-    return [shape for some in steps for shape in some]
+    """What makes greedy steps of shorter contexts faster, the shortest first."""
+    greedy, longest = _filled(engine, SamplingParams(temperature=0.0)), engine.slots.longest
+    shorter = [bound for bound in lengths(longest) if bound < longest]
+    return [shape for bound in shorter for shape in _steps(engine, greedy, [bound])]
 
 
 def _rare(engine: SpecEngine) -> Iterator[WarmUpShape]:
