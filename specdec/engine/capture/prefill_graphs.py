@@ -137,8 +137,11 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             max_total_tokens: tokens of all chunks of a step together.
             bounds: some of those on lengths; None takes all.
         """
-        widths = sorted({_width(rows) for rows in range(1, self._max_rows + 1)})
-        widths = [width for width in widths if width <= self._max_rows]
+        sizes = [MIN_ROWS]
+        while 2 * sizes[-1] <= self._max_rows:
+            sizes.append(2 * sizes[-1])
+        rows = (part for size in (*sizes, 2 * sizes[-1]) for part in (3 * size // 4, size))
+        widths = [width for width in sorted(set(map(_width, rows))) if width <= self._max_rows]
         counts = sorted({*batches(max_reqs), *(n for n in (3, 6) if n < max_reqs)})
         for shorter, width in pairwise([0, *widths]):
             fewest = shorter + 1
