@@ -1,22 +1,25 @@
 """Prefill of short chunks as graphs: launched operation by operation, it takes the host longer than
 the device.
 
-Chunks are padded to one length, a power of two, or three quarters of one where they are short and
-few. Rows past a chunk's end come later than all of its own, which see none of them, and write to
-the null block.
+The rows of all chunks together are padded to one of a few numbers. Padding belongs to requests that
+only pad, one row each at least, and where it is more than they can have, to chunks: rows past a
+chunk's end come later than all of its own, which see none of them. All of it writes to the null
+block.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.base.sizes import power_of_two
-from specdec.engine.capture.buckets import batch_bucket, batches, length_bucket, lengths
+from specdec.attention.ragged import owners_of
+from specdec.engine.capture.buckets import length_bucket, lengths
 from specdec.engine.capture.capture import Capture
 from specdec.engine.capture.graphs import ShapeGraphs
 from specdec.engine.requests.scheduler import Chunk, prefill_tokens
@@ -33,26 +36,30 @@ from specdec.model.core import Verifier
 from specdec.parallel.group import Group
 
 MIN_ROWS = 128
-"""Fewest rows of a request; fewer take as long."""
-FINE_ROWS, FINE_REQS = 4, 8
-"""Times `MIN_ROWS`, and requests, up to which three quarters of a size are a size, too: of three
-prompts of 180 tokens 576 rows are computed instead of 1,024.
+"""Least rows of all requests together; fewer take as long."""
+ROWS = (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32, 48, 64)
+"""Times `MIN_ROWS`: rows of all requests, padding included."""
+CHUNK_ROWS = (2, 16)
+"""Times `MIN_ROWS`: bounds on the rows of a request beside others. Attention has a program for each
+tile up to it, which ends at once where the request has fewer rows.
 """
-MAX_ROWS = 8192
-"""Padding included, of which many chunks of unlike lengths have much."""
-MAX_CHUNK_ROWS = 2048
-"""The same of one chunk."""
+REQUESTS = (1, 8, 64)
+"""Sizes of batches. A request that only pads costs a row."""
 MAX_ROW_BYTES = 2**43
 """Rows times bytes of the weights that each reads beyond which the device takes longer than the
 host, some 10 ms on an H200.
 """
+
+Spans = Sequence[tuple[int, int]]
+"""Chunks, each from start to end."""
 
 
 class PrefillShape(NamedTuple):
     """What a captured prefill depends on beside the tensors it reads."""
 
     num_reqs: int  # padding included, as in what follows
-    num_rows: int  # of each request
+    num_rows: int  # of all requests together
+    max_rows: int  # bound on those of one request
     max_seq_len: int
 
 
@@ -62,9 +69,10 @@ class PrefillGraph(NamedTuple):
     Attributes:
         shape: what it serves, and less.
         replay: launches it.
-        inputs: int64 [3 * num_reqs * num_rows + 5 * num_reqs]: token, position and cache slot of
-            each row; then of each request the slot, the row whose logits are wanted, the position
-            after its last row, how many of its rows do not pad, and the token after those.
+        inputs: int64 [3 * num_rows + 6 * num_reqs + 1]: token, position and cache slot of each row;
+            of each request the slot, the row whose logits are wanted, the position after its last
+            row, how many of its rows do not pad, and the token after those; then the first row of
+            each request, and the end.
         logits: [num_reqs, V], its result, the same tensor every time.
     """
 
@@ -98,7 +106,11 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
     ) -> None:
         super().__init__(capture, required=required, group=group)
         self._state, self._forward = state, forward
-        self._dtype, self._max_rows = dtype, max_rows
+        self._dtype = dtype
+        self._sizes = [size for size in _rows(ROWS) if size <= max_rows]
+        self._bounds = _rows(CHUNK_ROWS)
+        # those of a replay are read before the next one
+        self._logits: dict[int, Tensor] = {}
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Prefills chunks, whose requests' block tables are complete.
@@ -111,11 +123,13 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         Raises:
             BackendError: graphs are required and the device refuses to capture the prefill.
         """
-        shape = None if max_pending(chunks) else self._shape(chunks)
-        graph = self.obtain(shape, self._captured) if shape else None
-        if shape is None or graph is None:
+        if max_pending(chunks) or any(chunk.rows_to_score for chunk in chunks):
             return None
-        graph.inputs.copy_(self._inputs(chunks, graph.shape), non_blocking=True)
+        fit = self._fit([(chunk.start, chunk.end) for chunk in chunks])
+        graph = self.obtain(fit[0], self._captured) if fit else None
+        if fit is None or graph is None:
+            return None
+        graph.inputs.copy_(self._inputs(chunks, *fit), non_blocking=True)
         graph.replay()
         ended = [index for index, chunk in enumerate(chunks) if samples_first_token(chunk)]
         return (
@@ -129,91 +143,130 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         max_reqs: int,
         max_total_tokens: int,
         bounds: Sequence[int] | None = None,
-    ) -> Iterator[list[tuple[int, int]]]:
-        """For every shape the shortest chunks that have it, each from start to end.
+    ) -> Iterator[Spans]:
+        """For every shape the shortest chunks that have it.
 
         Args:
             max_reqs: chunks of a step.
             max_total_tokens: tokens of all chunks of a step together.
             bounds: some of those on lengths; None takes all.
         """
-        sizes = [MIN_ROWS]
-        while 2 * sizes[-1] <= self._max_rows:
-            sizes.append(2 * sizes[-1])
-        rows = (part for size in (*sizes, 2 * sizes[-1]) for part in (3 * size // 4, size))
-        widths = [width for width in sorted(set(map(_width, rows))) if width <= self._max_rows]
-        counts = sorted({*batches(max_reqs), *(n for n in (3, 6) if n < max_reqs)})
-        for shorter, width in pairwise([0, *widths]):
-            fewest = shorter + 1
-            for num_reqs in counts:
-                if (
-                    _count(num_reqs) * width > self._max_rows
-                    or fewest + num_reqs - 1 > max_total_tokens
-                ):
-                    break
-                for bound in bounds or lengths(self._state.longest):
-                    start = min(bound - width, self._state.max_model_len - 1 - fewest)
-                    if start >= 0 and length_bucket(start + width, self._state.longest) == bound:
-                        yield [(start, start + fewest), *[(start, start + 1)] * (num_reqs - 1)]
+        for shape, lens in self._shortest(max_reqs):
+            fit = self._fit([(0, length) for length in lens])
+            if fit is None or sum(lens) > max_total_tokens:
+                continue
+            for bound in bounds or lengths(self._state.longest):
+                start = min(bound - int(fit[1][0]), self._state.max_model_len - 1 - lens[0])
+                spans = [(start, start + lens[0]), *((0, length) for length in lens[1:])]
+                fit_there = self._fit(spans) if start >= 0 else None
+                if fit_there and fit_there[0] == shape._replace(max_seq_len=bound):
+                    yield spans
+
+    def _shortest(self, max_reqs: int) -> Iterator[tuple[PrefillShape, list[int]]]:
+        """Every shape, but for its `max_seq_len`, with the fewest rows of the fewest chunks."""
+        for fewer_reqs, num_reqs in pairwise([0, *REQUESTS]):
+            for fewer_rows, num_rows in pairwise([0, *self._sizes]):
+                widths = pairwise([0, *self._bounds]) if num_reqs > 1 else [(0, num_rows)]
+                for shorter, bound in widths:
+                    max_rows = min(bound, num_rows)
+                    for others in range(fewer_reqs, min(num_reqs, max_reqs)):
+                        num_padding = num_reqs - others - 1
+                        total = max(fewer_rows - num_padding, shorter + others, others) + 1
+                        if total > (others + 1) * max_rows:
+                            continue
+                        first = min(max_rows, total - others)
+                        rest = [(total - first + n) // others for n in range(others)]
+                        yield PrefillShape(num_reqs, num_rows, max_rows, 0), [first, *rest]
+                        break
 
     def _cost(self, one: PrefillShape, shape: PrefillShape) -> tuple[int, ...] | None:
-        """See `ShapeGraphs`. Rows of a request are as many: padding is computed, too."""
-        fits = one.num_reqs >= shape.num_reqs and one.max_seq_len >= shape.max_seq_len
-        fits &= one.num_rows == shape.num_rows
-        return (one.num_reqs, one.max_seq_len) if fits else None
+        """See `ShapeGraphs`. Rows are as many: padding is computed, too."""
+        fits = one[:2] == shape[:2] and one.max_rows >= shape.max_rows
+        fits &= one.max_seq_len >= shape.max_seq_len
+        return (one.max_rows, one.max_seq_len) if fits else None
 
-    def _shape(self, chunks: Sequence[Chunk]) -> PrefillShape | None:
-        longest = self._state.longest
-        num_reqs = _count(len(chunks))
-        num_rows = _width(max(chunk.end - chunk.start for chunk in chunks))
-        end = max(chunk.start for chunk in chunks) + num_rows
-        if (
-            num_reqs * num_rows > self._max_rows
-            or end > longest
-            or any(chunk.rows_to_score for chunk in chunks)
-        ):
+    def _fit(self, spans: Spans) -> tuple[PrefillShape, NDArray[np.int64]] | None:
+        """The shape of chunks, and the rows of each of its requests, those that pad at the end;
+        None where there is none.
+        """
+        lens, longest = [end - start for start, end in spans], self._state.longest
+        num_reqs = _at_least(len(lens), REQUESTS)
+        num_padding = (num_reqs or 0) - len(lens)
+        num_rows = _at_least(sum(lens) + num_padding, self._sizes)
+        max_rows = num_rows if num_reqs == 1 else _at_least(max(lens), self._bounds)
+        if num_reqs is None or num_rows is None or max_rows is None:
             return None
-        return PrefillShape(num_reqs, num_rows, length_bucket(end, longest))
+        max_rows = min(max_rows, num_rows)
+        left = num_rows - sum(lens)
+        for index in range(num_padding):
+            lens.append(min(max_rows, longest, left // (num_padding - index)))
+            left -= lens[-1]
+        for index, (_, end) in enumerate(spans):
+            more = min(left, max_rows - lens[index], longest - end)
+            lens[index] += more
+            left -= more
+        if left:
+            return None
+        end = max(start + length for (start, _), length in zip(spans, lens, strict=False))
+        shape = PrefillShape(num_reqs, num_rows, max_rows, length_bucket(end, longest))
+        return shape, np.array(lens)
 
-    def _inputs(self, chunks: Sequence[Chunk], shape: PrefillShape) -> Tensor:
-        """`PrefillGraph.inputs` on the host, pinned for an accelerator."""
-        state, (num_reqs, width, _) = self._state, shape
+    def _inputs(
+        self, chunks: Sequence[Chunk], shape: PrefillShape, widths: NDArray[np.int64]
+    ) -> Tensor:
+        """`PrefillGraph.inputs` on the host, pinned for an accelerator; `widths` are the rows of
+        each request.
+        """
+        state, num_rows, num_reqs = self._state, shape.num_rows, shape.num_reqs
         pinned = state.device.type == "cuda"
-        values = torch.zeros((3 * width + 5) * num_reqs, dtype=torch.int64, pin_memory=pinned)
-        numbers, count = values.numpy(), num_reqs * width
-        tokens, positions, cached = numbers[: 3 * count].reshape(3, num_reqs, width)
-        slots, ends, seq_lens, row_counts, next_tokens = numbers[3 * count :].reshape(5, num_reqs)
+        size = 3 * num_rows + 6 * num_reqs + 1
+        values = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        rows, reqs, first_rows = np.split(values.numpy(), [3 * num_rows, size - num_reqs - 1])
+        tokens, positions, cached = rows.reshape(3, num_rows)
+        slots, ends, seq_lens, row_counts, next_tokens = reqs.reshape(5, num_reqs)
+        first_rows[1:] = widths.cumsum()
         # of those that pad
         cached[:] = NULL_BLOCK * state.block_size
-        slots[:], ends[:], seq_lens[:] = state.padding_slot, len(chunks) * width, width
+        slots[:], ends[:], seq_lens[:] = state.padding_slot, first_rows[:-1], widths
         for index, chunk in enumerate(chunks):
-            rows = chunk.end - chunk.start
-            tokens[index, :rows] = prefill_tokens(chunk.request)[chunk.start : chunk.end]
-            positions[index] = np.arange(chunk.start, chunk.start + width)
-            cached[index, :rows] = cache_slots(chunk, state.block_size)
-            slots[index], ends[index] = chunk.request.slot, index * width + rows - 1
-            seq_lens[index], row_counts[index] = chunk.start + width, rows
-            next_tokens[index] = next_token(chunk)
+            first, count = int(first_rows[index]), chunk.end - chunk.start
+            tokens[first : first + count] = prefill_tokens(chunk.request)[chunk.start : chunk.end]
+            cached[first : first + count] = cache_slots(chunk, state.block_size)
+            slots[index], ends[index] = chunk.request.slot, first + count - 1
+            seq_lens[index] += chunk.start
+            row_counts[index], next_tokens[index] = count, next_token(chunk)
+        positions[:] = np.arange(num_rows) + np.repeat(seq_lens - first_rows[1:], widths)
         np.minimum(positions, state.max_model_len - 1, out=positions)
         return values
 
     def _captured(self, shape: PrefillShape) -> PrefillGraph:
         """Captures a prefill of padding alone."""
-        state, (num_reqs, width, max_seq_len) = self._state, shape
-        count = num_reqs * width
-        inputs = self._inputs([], shape).to(state.device)
-        logits = torch.empty(num_reqs, state.vocab_size, dtype=self._dtype, device=state.device)
+        state, (num_reqs, num_rows, max_rows, max_seq_len) = self._state, shape
+        widths = np.diff(np.arange(num_reqs + 1) * num_rows // num_reqs)
+        inputs = self._inputs([], shape, widths).to(state.device)
+        if num_reqs not in self._logits:
+            size = num_reqs, state.vocab_size
+            self._logits[num_reqs] = torch.empty(size, dtype=self._dtype, device=state.device)
+        logits = self._logits[num_reqs]
 
         def launch() -> None:
-            token_ids, position_ids, slot_mapping = inputs[: 3 * count].view(3, count)
-            rest = inputs[3 * count :].view(5, num_reqs)
+            token_ids, position_ids, slot_mapping = inputs[: 3 * num_rows].view(3, num_rows)
+            rest = inputs[3 * num_rows : -num_reqs - 1].view(5, num_reqs)
             slots, logit_rows, seq_lens, row_counts, next_token_ids = rest
-            block_table = state.block_table.index_select(0, slots)
-            metadata = AttentionMetadata.uniform(
-                width, seq_lens.int(), block_table, slot_mapping, max_seq_len=max_seq_len
+            metadata = AttentionMetadata(
+                query_start_loc=inputs[-num_reqs - 1 :].int(),
+                seq_lens=seq_lens.int(),
+                block_table=state.block_table.index_select(0, slots),
+                slot_mapping=slot_mapping,
+                num_reqs=num_reqs,
+                num_tokens=num_rows,
+                max_query_len=max_rows,
+                max_seq_len=max_seq_len,
+                ragged=True,
             )
             rope_lens = state.rope_lens_of(slots)
-            rope_lens = None if rope_lens is None else rope_lens.repeat_interleave(width)
+            if rope_lens is not None:
+                rope_lens = rope_lens.index_select(0, owners_of(metadata).requests)
             rows = ForwardInput(
                 token_ids, position_ids, metadata, logit_rows, rope_lens, slots, row_counts
             )
@@ -223,26 +276,13 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         return PrefillGraph(shape, replay, inputs, logits)
 
 
-def _width(num_rows: int) -> int:
-    """Rows to which chunks of up to so many are padded.
-
-    >>> [_width(rows) for rows in (1, 129, 193, 300, 385, 513)]
-    [128, 192, 256, 384, 512, 1024]
-    """
-    return _finer(num_rows, max(MIN_ROWS, power_of_two(num_rows)), MIN_ROWS, FINE_ROWS * MIN_ROWS)
+def _rows(sizes: Sequence[float]) -> list[int]:
+    return [int(MIN_ROWS * size) for size in sizes]
 
 
-def _count(num_reqs: int) -> int:
-    """Requests to which so many are padded.
-
-    >>> [_count(number) for number in (1, 2, 3, 4, 5, 7, 9)]
-    [1, 2, 3, 4, 6, 8, 16]
-    """
-    return _finer(num_reqs, batch_bucket(num_reqs), 2, FINE_REQS)
-
-
-def _finer(number: int, size: int, least: int, most: int) -> int:
-    return 3 * size // 4 if least < size <= most and 4 * number <= 3 * size else size
+def _at_least(number: int, sizes: Sequence[int]) -> int | None:
+    """The first of rising `sizes` that is not below; None beyond the last."""
+    return next(iter(sizes[bisect_left(sizes, number) :]), None)
 
 
 def max_prefill_rows(verifier: Verifier, max_num_seqs: int) -> int:
@@ -250,4 +290,5 @@ def max_prefill_rows(verifier: Verifier, max_num_seqs: int) -> int:
     row_bytes, experts = verifier.weight_bytes, verifier.routed_experts
     if experts is not None:
         row_bytes += experts.bytes_read(1) - experts.weight_bytes
-    return min(MAX_ROWS, MAX_ROW_BYTES // row_bytes, max_num_seqs * MAX_CHUNK_ROWS)
+    most = min(MIN_ROWS * ROWS[-1], max_num_seqs * MIN_ROWS * CHUNK_ROWS[-1])
+    return min(int(most), MAX_ROW_BYTES // row_bytes)

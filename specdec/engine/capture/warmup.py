@@ -25,7 +25,7 @@ import torch
 from specdec.base.blocks import BlockShape
 from specdec.engine.capture.buckets import batches, lengths
 from specdec.engine.capture.compiled import Compiled, Progress
-from specdec.engine.capture.prefill_graphs import PrefillGraphs
+from specdec.engine.capture.prefill_graphs import PrefillGraphs, Spans
 from specdec.engine.engine import SpecEngine
 from specdec.engine.launch import Launch
 from specdec.engine.policy.shapes import ladder, may_have
@@ -261,7 +261,7 @@ def _prefills(
     most = min(engine.scheduler.max_prefill_tokens, longest)
     powers = {min(2**n, most) for n in range(most.bit_length() + 1)}
     # Triton compiles sizes that 16 divides apart from those that it does not.
-    batches_of_spans = [
+    batches_of_spans: list[Spans] = [
         [(0, width)] for width in sorted(powers | {width - 1 for width in powers if width > 1})
     ]
     for bound in _bounds(engine, finer=True):
@@ -357,7 +357,7 @@ def _with_graphs(engine: SpecEngine, captured: bool) -> Iterator[None]:
 @torch.inference_mode()
 def _prefill(
     engine: SpecEngine,
-    spans: Sequence[tuple[int, int]],
+    spans: Spans,
     sampling: SamplingParams,
     *,
     captured: bool = False,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specdec.engine.capture import graphs, prefill_graphs
@@ -29,6 +30,8 @@ def case() -> Case:
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of these tests are short, and their chunks shorter."""
     monkeypatch.setattr(prefill_graphs, "MIN_ROWS", 16)
+    monkeypatch.setattr(prefill_graphs, "CHUNK_ROWS", (1, 4))
+    monkeypatch.setattr(prefill_graphs, "REQUESTS", (1, 4, 8))
 
 
 def captured_engine(
@@ -75,7 +78,7 @@ def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: s
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     assert engine.runner.prefill_graphs is not None
     shapes = set(engine.runner.prefill_graphs.graphs)
-    assert {shape.num_rows for shape in shapes} == {16}, "chunks of up to 13 rows share a shape"
+    assert {shape.num_rows for shape in shapes} <= {16, 24}, "steps have up to 13 rows"
     assert recorder.num_replays >= 7 and not eager
 
 
@@ -137,20 +140,30 @@ def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPa
     def chunk(start: int, end: int) -> Chunk:
         return Chunk(request, start, end, last=False, admitted=False)
 
-    def shape(*ends: int) -> PrefillShape | None:
-        return captured._shape([chunk(0, end) for end in ends])
+    def shape(*spans: tuple[int, int]) -> PrefillShape | None:
+        fit = captured._fit(spans)
+        if fit is None:
+            return None
+        widths = fit[1].tolist()
+        assert len(widths) == fit[0].num_reqs and sum(widths) == fit[0].num_rows
+        assert all(0 < width <= fit[0].max_rows for width in widths)
+        assert all(start + w <= longest for (start, _), w in zip(spans, widths, strict=False))
+        assert all(end - start <= w for (start, end), w in zip(spans, widths, strict=False))
+        return fit[0]
 
     bound = min(512, longest)
-    assert shape(3) == shape(16) == PrefillShape(1, 16, bound)
-    assert shape(17) == shape(24) == PrefillShape(1, 24, bound)
-    assert shape(3, 25) == shape(32, 3) == PrefillShape(2, 32, bound)
-    assert shape(3, 3, 3) == PrefillShape(3, 16, bound)
-    assert shape(16, 3, 3, 3) == PrefillShape(4, 16, bound)
-    assert shape(64) and shape(65) is None and shape(33, 3) is None and shape(3, 3, 3, 3, 3) is None
-    assert (
-        captured._shape([chunk(longest - 16, longest - 14)])
-        and captured._shape([chunk(longest - 15, longest - 14)]) is None
-    )
+    assert shape((0, 3)) == shape((0, 16)) == PrefillShape(1, 16, 16, bound)
+    assert shape((0, 17)) == shape((0, 24)) == PrefillShape(1, 24, 24, bound)
+    assert shape((0, 3), (0, 16)) == PrefillShape(4, 24, 16, bound)
+    assert shape((0, 3), (0, 17)) == PrefillShape(4, 24, 24, bound)
+    assert shape((0, 30), (0, 16)) == PrefillShape(4, 48, 48, bound), "two rows pad"
+    assert shape((0, 30), (0, 17)) == PrefillShape(4, 64, 64, bound)
+    assert shape(*[(0, 3)] * 4) == PrefillShape(4, 16, 16, bound)
+    assert shape(*[(0, 3)] * 5) == PrefillShape(8, 24, 16, bound)
+    assert shape((0, 64)) and shape((0, 65)) is None and shape(*[(0, 3)] * 9) is None
+    assert shape((longest - 16, longest - 14)) == PrefillShape(1, 16, 16, longest)
+    assert shape((longest - 15, longest - 14)) is None
+    assert shape((longest - 3, longest - 1), (0, 3)) == PrefillShape(4, 16, 16, longest)
     assert captured.run([chunk(0, 65)]) is None, "too long"
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 0)
     assert captured.run([chunk(0, 3)]) is None and recorder.num_replays == 0, "too many graphs"
@@ -162,24 +175,21 @@ def test_every_shape_is_made_beforehand(case: Case, most: int) -> None:
     engine, _, _ = captured_engine(case, "plain", most)
     captured = engine.runner.prefill_graphs
     assert captured is not None
-    request = Request(0, [3] * 80, SamplingParams(), seed=0, max_total_len=80)
     longest = engine.slots.longest
 
-    def shape(*lengths: int) -> PrefillShape | None:
-        some = [Chunk(request, 0, length, last=False, admitted=False) for length in lengths]
-        return captured._shape(some)
+    def shape(spans: Sequence[tuple[int, int]]) -> PrefillShape | None:
+        fit = captured._fit(spans)
+        return fit and fit[0]
 
-    made = {
-        captured._shape([Chunk(request, *span, last=False, admitted=False) for span in spans])
-        for spans in captured.spans(most, 80)
-    }
+    made = list(map(shape, captured.spans(most, 80)))
     needed = {
-        shape(length, *[1] * (count - 1)) for count in range(1, most + 1) for length in range(1, 65)
+        shape([(0, first), *[(0, others)] * (count - 1)])
+        for count in range(1, min(most, 9) + 1)
+        for first in range(1, 65)
+        for others in (1, 2, 3, 5, 8, 16)
     }
-    assert None not in made and longest > 64
-    assert {(one.num_reqs, one.num_rows) for one in needed if one} <= {
-        (one.num_reqs, one.num_rows) for one in made if one
-    }
+    assert None not in made and len(set(made)) == len(made) and longest > 64
+    assert {one[:3] for one in needed if one} == {one[:3] for one in made if one}
 
 
 def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,27 +210,33 @@ def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
         Chunk(request, 4, 8 + index, last=False, admitted=False)
         for index, request in enumerate(requests)
     ]
-    inputs = engine.runner.prefill_graphs._inputs(chunks, PrefillShape(4, 16, 256))
-    tokens, positions, places = inputs[:192].view(3, 4, 16).tolist()
-    slots, logit_rows, seq_lens, row_counts, next_token_ids = inputs[192:].view(5, 4).tolist()
+    widths, padded = [7, 5, 6, 6], PrefillShape(4, 24, 16, 256)
+    inputs = engine.runner.prefill_graphs._inputs(chunks, padded, np.array(widths))
+    rows = [part.split(widths) for part in inputs[:72].view(3, 24)]
+    tokens, positions, places = ([some.tolist() for some in part] for part in rows)
+    slots, logit_rows, seq_lens, row_counts, next_token_ids = inputs[72:92].view(5, 4).tolist()
     null = NULL_BLOCK * 4
     for index in range(3):
-        count = 4 + index
-        assert tokens[index] == [*range(14, 14 + count)] + [0] * (16 - count)
-        assert positions[index] == [4, 5, 6, 7] + [8] * 12
-        assert places[index] == [
-            4 * (3 * index + 1 + p // 4) + p % 4 for p in range(4, 4 + count)
-        ] + [null] * (16 - count)
-    assert tokens[3] == positions[3] == [0] * 16 and places[3] == [null] * 16
+        count, padding = 4 + index, widths[index] - 4 - index
+        assert tokens[index] == [*range(14, 14 + count)] + [0] * padding
+        assert positions[index] == ([4, 5, 6, 7] + [8] * 12)[: count + padding]
+        assert (
+            places[index]
+            == [4 * (3 * index + 1 + p // 4) + p % 4 for p in range(4, 4 + count)]
+            + [null] * padding
+        )
+    assert tokens[3] == [0] * 6 and positions[3] == [*range(6)] and places[3] == [null] * 6
     assert slots == [0, 1, 2, engine.slots.padding_slot]
-    assert logit_rows == [3, 16 + 4, 32 + 5, 48] and seq_lens == [20, 20, 20, 16]
+    assert logit_rows == [3, 7 + 4, 12 + 5, 18] and seq_lens == [11, 9, 10, 6]
     assert row_counts == [4, 5, 6, 0] and next_token_ids == [18, 19, 20, 0]
+    assert inputs[92:].tolist() == [0, 7, 12, 18, 24]
 
 
-def test_how_many_rows_pay(case: Case) -> None:
+def test_how_many_rows_pay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The more weights a row reads, the fewer rows keep a device as long as their launches keep the
     host.
     """
+    monkeypatch.undo()
 
     def most(weight_bytes: int, max_num_seqs: int, experts: RoutedExperts | None = None) -> int:
         verifier: Any = SimpleNamespace(weight_bytes=weight_bytes, routed_experts=experts)
@@ -245,7 +261,7 @@ def test_a_mixed_step_has_logits_of_those_that_end(case: Case) -> None:
             engine.step()
         assert [request.output_token_ids for request in requests] == expected
     assert recorder.num_replays >= 4 and engine.runner.prefill_graphs is not None
-    assert {shape.num_reqs for shape in engine.runner.prefill_graphs.graphs} == {1, 2}
+    assert {shape.num_reqs for shape in engine.runner.prefill_graphs.graphs} == {1, 4}
 
 
 def test_a_chunk_that_ends_no_prompt_has_no_logits(case: Case) -> None:
