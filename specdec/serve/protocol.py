@@ -89,7 +89,7 @@ class Body(BaseModel):
                 if value not in harmless:
                     raise RequestError(f"{name} is not offered: {way_out}", name)
             elif name not in SILENT:
-                _warn(name)
+                warn_of(name)
 
     @model_validator(mode="before")
     @classmethod
@@ -109,7 +109,8 @@ class Body(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
-def _warn(name: str) -> None:
+def warn_of(name: str) -> None:
+    """Says in the log, once, that a field does nothing."""
     if name not in _warned and len(_warned) < 100:
         _warned.add(name)
         text = "a request has the field %r, which is not known and is left alone"
@@ -226,9 +227,9 @@ class Generation(Body):
         """Looks within `stream_options` and `response_format`, too."""
         super().check_others()
         for name in self.stream_options.model_extra or () if self.stream_options else ():
-            _warn(f"stream_options.{name}")
+            warn_of(f"stream_options.{name}")
         for name in unknown_keys({"response_format": self.response_format}):
-            _warn(name)
+            warn_of(name)
 
 
 class CompletionRequest(Generation):
@@ -306,7 +307,7 @@ class ChatRequest(Chat, Generation):
         """Looks within `thinking`, too."""
         super().check_others()
         for name in self.thinking.model_extra or () if self.thinking else ():
-            _warn(f"thinking.{name}")
+            warn_of(f"thinking.{name}")
 
     @property
     def max_output(self) -> int | None:

@@ -122,7 +122,7 @@ def parts_of(
         thinking=thinking,
         place=thinking.behind_prompt(result.prompt_token_ids),
         min_tokens=sampling.min_tokens or 0,
-        skip_special_tokens=sampling.skip_special_tokens,
+        **sampling.special_tokens,
     )
     text.push(result.token_ids)
     text.finish()

@@ -37,6 +37,9 @@ HARMONY = (
 THINKING = HERMES.replace(_BEGIN, _BEGIN.replace("assistant: ", "assistant: <think>"))
 """The same, with a thinking that the prompt opens."""
 
+MARKED = MISTRAL.replace(_BEGIN, _BEGIN.replace("assistant: ", "assistant: [THINK]"))
+"""As Magistral: tokens around the thinking and calls are special."""
+
 UNKNOWN = _TOLD + _MESSAGES.replace("OBJECT", "| tojson") + _BEGIN
 """Tells of tools, and not how they are called."""
 
@@ -61,6 +64,9 @@ def tool_tokenizer(template: str) -> PreTrainedTokenizerFast:
     if template == HARMONY:
         markers = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>"]
         dropped += "'(*"
+    if template == MARKED:
+        markers += ["[THINK]", "[/THINK]"]
+        dropped += "'("
     if template == THINKING:
         markers = []
         plain = ["<think>", "</think>"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from specdec.serve.errors import (
 from specdec.serve.processes.setup import last_part
 from specdec.serve.protocol import Body, Chat, ChatRequest, CompletionRequest, Generation
 from specdec.serve.responses.answer import ResponseAnswer
-from specdec.serve.responses.protocol import ResponsesRequest
+from specdec.serve.responses.protocol import ResponsesRequest, own_words
 from specdec.serve.sampling import SAME, sampling_params, wishes
 from specdec.serve.tools import Tools, tools_of
 from specdec.session.outputs import GenerationResult
@@ -204,27 +205,10 @@ class BatchLine:
         asked = self.asked
         assert asked is not None
         try:
-            self.said = frozenset(wishes(asked)) | given.keys()
-            if isinstance(asked, CompletionRequest):
-                self.said |= {"max_tokens"}
-            sampling = sampling_params(asked, defaults, most=most, given=given)
-            sampling = reader.with_prediction(sampling)
-            if isinstance(asked, CompletionRequest):
-                special = asked.add_special_tokens
-                prompts = [reader.tokenize(one, add_special_tokens=special) for one in asked.prompt]
-            else:
-                assert isinstance(asked, ChatRequest)
-                form = format_of(reader.tokenizer)
-                self._tools = tools_of(asked, reader.tokenizer, form)
-                prompts = [_chat_tokens(reader, asked, self._tools.given if self._tools else ())]
-                if self._tools is not None:
-                    sampling = self._tools.sampling(reader.tokenizer, sampling)
-                if asked.max_output is None and "max_tokens" not in given:
-                    left = max(1, most - len(prompts[0]))
-                    sampling = replace(sampling, max_tokens=left)
-                sampling = sampling.for_chat()
-            for prompt in prompts:
-                check(prompt, sampling)
+            with own_words() if self._response is not None else nullcontext():
+                prompts, sampling = self._prepared(asked, reader, defaults, given, most)
+                for prompt in prompts:
+                    check(prompt, sampling)
         except RequestError as error:
             self.error = error
         except SpecDecError as error:
@@ -233,6 +217,36 @@ class BatchLine:
             raise InvalidInputError(self.error.message)
         self._made, self._sampling = prompts, sampling
         return [(one, sampling.choice(index)) for one in prompts for index in range(asked.n or 1)]
+
+    def _prepared(
+        self,
+        asked: Generation,
+        reader: PromptReader,
+        defaults: SamplingDefaults,
+        given: Mapping[str, Any],
+        most: int,
+    ) -> tuple[list[list[int]], SamplingParams]:
+        """Token ids of the prompts, and the sampling of the first output of each."""
+        self.said = frozenset(wishes(asked)) | given.keys()
+        if isinstance(asked, CompletionRequest):
+            self.said |= {"max_tokens"}
+        sampling = sampling_params(asked, defaults, most=most, given=given)
+        sampling = reader.with_prediction(sampling)
+        if isinstance(asked, CompletionRequest):
+            special = asked.add_special_tokens
+            prompts = [reader.tokenize(one, add_special_tokens=special) for one in asked.prompt]
+        else:
+            assert isinstance(asked, ChatRequest)
+            form = format_of(reader.tokenizer)
+            self._tools = tools_of(asked, reader.tokenizer, form)
+            prompts = [_chat_tokens(reader, asked, self._tools.given if self._tools else ())]
+            if self._tools is not None:
+                sampling = self._tools.sampling(reader.tokenizer, sampling)
+            if asked.max_output is None and "max_tokens" not in given:
+                left = max(1, most - len(prompts[0]))
+                sampling = replace(sampling, max_tokens=left)
+            sampling = sampling.for_chat()
+        return prompts, sampling
 
     def answer(
         self, key: str, results: Sequence[GenerationResult] | None, reader: PromptReader

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from specdec.base.errors import SpecDecError, shown
 from specdec.serve.errors import RequestError, malformed
-from specdec.serve.protocol import Body, ChatRequest
+from specdec.serve.protocol import Body, ChatRequest, warn_of
 
 _KEPT = "nothing is kept between requests; give all items as input"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -85,7 +85,15 @@ class ResponsesRequest(Body):
                 problems = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
                 raise malformed(problems) from error
 
+    def check_others(self) -> None:
+        """Looks within `text` and `reasoning`; of other fields the chat is asked."""
+        for name, known in (("text", "format"), ("reasoning", "effort")):
+            for key, value in (getattr(self, name) or {}).items():
+                if key != known and value is not None:
+                    warn_of(f"{name}.{key}")
+
     def _check(self) -> None:
+        self.check_others()
         for name, (harmless, way_out) in REFUSED.items():
             value = (self.model_extra or {}).get(name)
             if value is not None and value not in harmless:

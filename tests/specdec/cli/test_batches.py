@@ -18,6 +18,7 @@ from specdec.serve.batch import lines as lines_module
 from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import StreamChunk
 from tests.helpers.live_server import live_server, tiny_decoder
+from tests.helpers.tools import HARMONY, MARKED, MISTRAL, THINKING, function, tool_decoder
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -47,6 +48,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": "abc", "n": 300}),
     (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}),
     (RESPONSE, {"input": "hi", "previous_response_id": "r"}),
+    (RESPONSE, {"input": [{"role": "user", "content": {}}]}),
+    (RESPONSE, {"input": "hi", "text": {"format": {"type": "x"}}}),
 ]
 
 
@@ -102,6 +105,43 @@ def test_answers_are_those_of_the_server(
     logprobs = made[1]["response"]["body"]["choices"][1]["logprobs"]["content"]
     assert len(logprobs) == 6 and len(logprobs[0]["top_logprobs"]) == 2
     assert made[-2]["response"]["body"]["choices"][0]["text"] == "aaa"
+
+
+def called(body: dict[str, Any]) -> Any:
+    """Thinking, text and calls of a chat or a response."""
+    if "output" in body:
+        return [
+            {key: value for key, value in one.items() if key not in ("id", "call_id")}
+            for one in body["output"]
+        ]
+    message = dict(body["choices"][0]["message"])
+    calls = [one["function"] for one in message.pop("tool_calls", ())]
+    return message, calls, body["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("template", [MISTRAL, HARMONY, THINKING, MARKED])
+def test_calls_are_those_of_the_server(
+    template: str, monkeypatch: Patch, tmp_path: Path, capsys: Capture
+) -> None:
+    """Also where the tokens around thinking and calls are special."""
+    pytest.importorskip("xgrammar")
+    decoder = tool_decoder(template)
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda *_, **__: decoder)
+    thinks = {"thinking_token_budget": 3} if template in (THINKING, MARKED) else {}
+    way = {**thinks, "seed": 1, "temperature": 1, "tool_choice": "required"}
+    tool: dict[str, Any] = {"type": "function", "name": "now"}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": HI, **way, "max_tokens": 60, "tools": [function("now")]}),
+        (RESPONSE, {"input": HI, **way, "max_output_tokens": 60, "tools": [tool]}),
+    ]
+    file = tmp_path / "batch.jsonl"
+    file.write_text("\n".join(line(f"r{at}", *one) for at, one in enumerate(asked)))
+    _, made, _ = run(capsys, file)
+    with live_server(decoder) as live:
+        for (url, body), answer in zip(asked, made, strict=True):
+            want = called(live.post(url, json=body).json())
+            assert called(answer["response"]["body"]) == want
+            assert template == HARMONY or "'name': 'now'" in str(want), "calls are forced"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from pydantic import BaseModel
 
 pytest.importorskip("xgrammar")
 
+from specdec.serve import protocol
+from specdec.serve.batch.lines import BatchLine
 from specdec.serve.responses.protocol import ResponsesRequest, messages_of
 from tests.helpers.live_server import MODEL, Live, live_server
 from tests.helpers.thinking import OPENED
@@ -254,3 +256,22 @@ def test_a_server_that_ends_says_so_in_the_stream() -> None:
             if event.type == "response.output_text.delta":
                 live.hub.stop()
         assert kinds[-2:] == ["error", "response.failed"]
+
+
+def test_fields_that_do_nothing_are_told_of_and_no_others(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a batch as in the server: fields of chats are honored."""
+    inner = {
+        "text": {"verbosity": "low", "format": {"type": "text"}},
+        "reasoning": {"summary": "", "a": None},
+    }
+    body = {"input": "hi", "max_output_tokens": 1, "seed": 1, "top_k": 5, **inner, "alien": 1}
+    record = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
+    for ask in (
+        lambda: BatchLine.read(record, MODEL),
+        lambda: live.post("/v1/responses", json=body),
+    ):
+        monkeypatch.setattr(protocol, "_warned", set())
+        ask()
+        assert protocol._warned == {"text.verbosity", "reasoning.summary", "alien"}
