@@ -28,6 +28,7 @@ from specdec.serve.answers.completion import Completion
 from specdec.serve.answers.stream import EventStream
 from specdec.serve.answers.token_bytes import TokenBytes
 from specdec.serve.answers.transport import ClientGone, Defects, Json, Whole, unless_gone
+from specdec.serve.bodies import Route
 from specdec.serve.errors import RequestError, check_outputs, malformed, refused
 from specdec.serve.front import Front
 from specdec.serve.guard import Guard
@@ -67,6 +68,7 @@ def make_app(front: Front) -> FastAPI:
         default_response_class=Json,
     )
     app.state.front = front
+    app.router.route_class = Route
     app.add_middleware(Guard, config=front.config)
     app.add_middleware(Defects)
     if front.config.allowed_origins:
@@ -253,7 +255,9 @@ def _add_errors(app: FastAPI, front: Front) -> None:
             routes = [one.path for one in app.routes if isinstance(one, APIRoute)]
             asked = ", ".join(one for one in routes if one.startswith("/v1/") and "{" not in one)
             what = f"{what}; there are {asked}"
-        return answer(RequestError(what, status=error.status_code))
+        made = answer(RequestError(what, status=error.status_code))
+        made.headers.update(error.headers or {})  # the methods that there are
+        return made
 
     @app.exception_handler(ClientGone)
     async def forget(http: Request, error: ClientGone) -> Response:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from json import JSONDecodeError
+from typing import Any
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
+from specdec.base.files import parse_json
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError, busy
 
@@ -113,3 +118,25 @@ class Bodies:
 def header(scope: Scope, name: bytes) -> bytes:
     """The first header of that name; empty where there is none."""
     return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+class Route(APIRoute):
+    """A route whose bodies are JSON in UTF-8, without NaN and infinities, which no answer that
+    repeats them may hold.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strictly(http: Request) -> Response:
+            return await handle(_Strict(http.scope, http.receive))
+
+        return strictly
+
+
+class _Strict(Request):
+    async def json(self) -> Any:
+        try:
+            return parse_json(await self.body())
+        except ValueError as error:
+            raise JSONDecodeError(str(error), "", 0) from error

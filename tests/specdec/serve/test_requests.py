@@ -4,13 +4,16 @@ and answers in lines.
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from specdec.serve.app import make_app
 from specdec.serve.protocol import (
     REFUSED,
     ChatRequest,
@@ -288,6 +291,38 @@ def test_a_wrong_route_is_told_the_right_ones(live: Live) -> None:
     for path in ("/chat/completions", "/v1/embeddings"):
         message = live.post(path, json={}).json()["error"]["message"]
         assert f"POST {path}: not found; there are /v1/completions, /v1/chat" in message
+
+    answer = live.get("/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"user": NaN}', "NaN is no number of JSON"),
+        (b'{"metadata": {"a": [-Infinity]}}', "-Infinity is no number of JSON"),
+        (b'{"metadata": 1e999}', "1e999 is no number of JSON"),
+        (b'{"user": "\xe9"}', "it is not UTF-8 text, byte 10"),
+        (gzip.compress(b"{}"), "it is not UTF-8 text"),
+        (b'{"metadata": ' + b"[" * 100_000, "it is nested too deeply"),
+        (b'{"metadata": ' + b"9" * 5000 + b"}", "4300 digits"),
+        (b'{"user" 1}', "at column 9"),
+    ],
+    ids=range(8),
+)
+def test_a_body_that_is_no_json_is_told_why(live: Live, body: bytes, words: str) -> None:
+    """On every route; an answer could repeat its values, which would be no JSON either."""
+    headers = {"Content-Type": "application/json"}
+    routes = make_app(live.front).routes
+    posts = [
+        one.path for one in routes if isinstance(one, APIRoute) and "POST" in (one.methods or ())
+    ]
+    assert {"/v1/responses", "/v1/completions", "/tokenize"} <= set(posts)
+    for path in posts:
+        answer = live.post(path, content=body, headers=headers)
+        assert answer.status_code == 400, path
+        said = answer.json()["error"]["message"]
+        assert said.startswith("the body is not JSON: ") and words in said, path
 
 
 def test_the_name_of_a_field_may_be_no_text(live: Live) -> None:
