@@ -296,7 +296,10 @@ class SlotState:
         """Integers, or rows of them, as int64 in pinned memory for an accelerator: the host would
         wait for any other copy.
         """
-        return torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        pinned = self.device.type == "cuda"
+        if isinstance(values, np.ndarray):  # which torch.tensor would not pin
+            return torch.from_numpy(values).pin_memory() if pinned else torch.from_numpy(values)
+        return torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
 
 
 def cache_slots(chunk: Chunk, block_size: int) -> NDArray[np.int64]:
