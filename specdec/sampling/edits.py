@@ -90,4 +90,5 @@ def _entries(params: SamplingParams, first: int) -> list[tuple[int, int, float]]
     """Token, end and number of everything that a request changes."""
     barred = params.stop_token_ids if params.min_tokens else ()
     bias = [(token, _NEVER, value) for token, value in params.logit_bias]
-    return bias + [(token, first + (params.min_tokens or 0), float("-inf")) for token in barred]
+    end = min(first + (params.min_tokens or 0), _NEVER)
+    return bias + [(token, end, float("-inf")) for token in barred]

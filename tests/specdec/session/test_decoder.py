@@ -171,6 +171,15 @@ def test_options_by_other_names_and_types(decoder: SpecDecoder) -> None:
         decoder.generate([5], max_new_tokens=3, max_tokens=3)
 
 
+@pytest.mark.parametrize("least", [2**62, 2**63, 2**255])
+def test_counts_that_no_output_reaches(decoder: SpecDecoder, least: int) -> None:
+    """Also those that no tensor can hold."""
+    most, ends = 2**255, (1, 2, 3)
+    made = decoder.generate([5, 6], max_tokens=most, min_tokens=least, stop_token_ids=ends)
+    want = decoder.generate([5, 6], max_tokens=most, min_tokens=10**6, stop_token_ids=ends)
+    assert made.finish_reason == "length" and made.token_ids == want.token_ids
+
+
 @pytest.mark.parametrize("ids", [[], [-1], [97], [10**30], [1.5]], ids=str)
 def test_logits_of_what_is_no_prompt(decoder: SpecDecoder, ids: Any) -> None:
     """Refused as `generate` refuses it, instead of by an index out of range on the device."""
