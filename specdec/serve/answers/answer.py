@@ -43,6 +43,7 @@ class Answer:
         self._frame = {"id": made[0], "created": made[1], "model": model}
         self.notes: list[str] = []
         self.tokens = tokens
+        self._begun: set[int] = set()  # outputs of which a token was told that shows
         self._counts: Counter[int] = Counter()  # of tokens that events have told of, by output
         options = asked.stream_options
         self._usage = options is not None and options.continuous_usage_stats
@@ -161,6 +162,19 @@ class Answer:
         if self.asked.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return self.tokens.text(token)
+
+    def added(self, index: int, token: int) -> bytes:
+        """What a token adds to the text of an output, as the next one that is told of."""
+        hidden = self._hides(token)
+        return b"" if hidden else self.tokens.of(token, first=index not in self._begun)
+
+    def begin(self, index: int, token: int) -> None:
+        """Takes note of a token that was told of."""
+        if index not in self._begun and not self._hides(token):
+            self._begun.add(index)
+
+    def _hides(self, token: int) -> bool:
+        return self.asked.skip_special_tokens is not False and self.tokens.is_special(token)
 
     def _framed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._frame, "object": kind, "choices": choices}

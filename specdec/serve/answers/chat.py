@@ -71,14 +71,14 @@ class ChatCompletion(Answer):
         message = {"role": "assistant", "content": content, "refusal": None}
         if result.reasoning and self.asked.include_reasoning:
             message["reasoning_content"] = result.reasoning
-        of = result.token_ids, result.logprobs or [], result.top_logprobs or []
+        of = index, result.token_ids, result.logprobs or [], result.top_logprobs or []
         return {"message": message, "logprobs": self._logprobs(*of)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def delta(self, chunk: StreamChunk) -> dict[str, Any]:
-        of = chunk.token_ids, chunk.logprobs, chunk.top_logprobs
+        of = chunk.index, chunk.token_ids, chunk.logprobs, chunk.top_logprobs
         some = self._logprobs(*of) if chunk.token_ids else None
         reasoning, content = chunk.parts or ("", chunk.text)
         delta = {"content": content} if content or (chunk.token_ids and not reasoning) else {}
@@ -93,7 +93,7 @@ class ChatCompletion(Answer):
         return replace(chunk, parts=("", chunk.parts[1]))
 
     def _logprobs(
-        self, tokens: Sequence[int], values: Sequence[float], tops: Sequence[Top]
+        self, index: int, tokens: Sequence[int], values: Sequence[float], tops: Sequence[Top]
     ) -> dict[str, Any] | None:
         if not self.asked.logprobs:
             return None
@@ -101,13 +101,12 @@ class ChatCompletion(Answer):
         for place, (token, value) in enumerate(zip(tokens, values, strict=True)):
             top = tops[place] if place < len(tops) else {}
             likely = list(top.items())[: self.asked.top_logprobs]
-            content.append(
-                {**self._entry(token, value), "top_logprobs": [self._entry(*one) for one in likely]}
-            )
+            others = [self._entry(index, *one) for one in likely]
+            content.append({**self._entry(index, token, value), "top_logprobs": others})
+            self.begin(index, token)
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
+    def _entry(self, index: int, token: int, value: float) -> dict[str, Any]:
         """Bytes are those that the token adds, so that joined they are the text."""
-        left_out = self.asked.skip_special_tokens is not False and self.tokens.is_special(token)
-        added = [] if left_out else list(self.tokens.of(token))
+        added = list(self.added(index, token))
         return {"token": self.name(token), "logprob": value, "bytes": added}

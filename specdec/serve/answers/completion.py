@@ -27,15 +27,15 @@ class Completion(Answer):
     def choice(
         self, result: GenerationResult, index: int, first: GenerationResult
     ) -> dict[str, Any]:
-        tokens = list(result.token_ids)
+        tokens, num_echoed = list(result.token_ids), 0
         values: list[float | None] = [*(result.logprobs or [])]
         tops: list[Top | None] = [*(result.top_logprobs or [])]
         if first.prompt_logprobs is not None and first.prompt_top_logprobs is not None:
             tokens, values = first.prompt_token_ids + tokens, [*first.prompt_logprobs, *values]
-            tops = [*first.prompt_top_logprobs, *tops]
+            tops, num_echoed = [*first.prompt_top_logprobs, *tops], len(first.prompt_token_ids)
         choice: dict[str, Any] = {"text": self._echo(index) + result.text, "logprobs": None}
         if self.asked.logprobs is not None:
-            choice["logprobs"] = self._logprobs(index, tokens, values, tops)
+            choice["logprobs"] = self._logprobs(index, tokens, values, tops, num_echoed)
         if self.asked.return_token_ids:
             choice["prompt_token_ids"] = result.prompt_token_ids
         return choice
@@ -59,15 +59,36 @@ class Completion(Answer):
         tokens: Sequence[int],
         values: Sequence[float | None],
         tops: Sequence[Top | None],
+        num_echoed: int = 0,
     ) -> dict[str, Any]:
         length = self._lengths.setdefault(index, TextLength())
-        offsets = [length.add(self.tokens.of(token)) for token in tokens]
+        echoed = self._pieces_of_prompt(index, tokens[:num_echoed])
+        offsets = [length.add(piece) for piece in echoed]
+        if num_echoed:
+            length.end()
+        for token in tokens[num_echoed:]:
+            offsets.append(length.add(self.added(index, token)))
+            self.begin(index, token)
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": list(values),
             "top_logprobs": list(self._tops(tokens, values, tops)),
             "text_offset": offsets,
         }
+
+    def _pieces_of_prompt(self, index: int, tokens: Sequence[int]) -> Iterator[bytes]:
+        """What tokens add to the text of their prompt; a special one may not stand in it."""
+        prompt, at = self.asked.prompt[index // self.n], 0
+        text = prompt.encode() if isinstance(prompt, str) else None
+        for place, token in enumerate(tokens):
+            pieces = [self.tokens.of(token, first=first) for first in (False, True)]
+            if text is None:
+                yield pieces[place == 0]
+                continue
+            others = b"" if self.tokens.is_special(token) else pieces[0]
+            piece = next((one for one in pieces if text.startswith(one, at)), others)
+            at += len(piece)
+            yield piece
 
     def _tops(
         self, tokens: Sequence[int], values: Sequence[float | None], tops: Sequence[Top | None]

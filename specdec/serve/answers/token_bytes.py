@@ -12,6 +12,9 @@ from specdec.session.byte_level import BYTE_OF, steps_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
+"""Bytes within a character of UTF-8."""
+
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -28,13 +31,13 @@ class TokenBytes:
             self._texts[token] = str(self._tokenizer.decode([token]))
         return self._texts[token]
 
-    def of(self, token: int) -> bytes:
-        """What a token adds to a text."""
+    def of(self, token: int, *, first: bool = False) -> bytes:
+        """What a token adds to a text; the `first` may lose a space."""
         text = self.text(token)
         piece = str(self._tokenizer.convert_ids_to_tokens(token))
         if "\ufffd" not in text:
             # lost by a token that is decoded alone
-            spaced = piece.startswith("\u2581") and not text.startswith(" ")
+            spaced = not first and piece.startswith("\u2581") and not text.startswith(" ")
             return f"{' ' * spaced}{text}".encode(errors="replace")
         if "ByteFallback" in self._decoders and (match := _FALLBACK.fullmatch(piece)):
             return bytes([int(match[1], 16)])
@@ -44,7 +47,7 @@ class TokenBytes:
 
     def is_special(self, token: int) -> bool:
         """Whether texts leave it out, unless they are to have special tokens."""
-        return not self._tokenizer.decode([token], skip_special_tokens=True)
+        return token in self._special
 
     def name(self, token: int) -> str:
         """A token in print: as OpenAI's completions have it, bytes where these are no text."""
@@ -53,6 +56,11 @@ class TokenBytes:
             return made.decode() if "\ufffd" in self.text(token) else self.text(token)
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in made)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset(token for token, one in added if one.special)
 
     @cached_property
     def _decoders(self) -> frozenset[str]:
@@ -66,6 +74,8 @@ class TextLength:
     >>> length = TextLength()
     >>> [length.add(piece) for piece in (b"a", "\u00e9".encode()[:1], "\u00e9".encode()[1:], b"b")]
     [0, 1, 1, 2]
+    >>> [length.add(piece) for piece in ("\U0001f600".encode()[:2], b"c", b"d")]
+    [3, 4, 5]
     """
 
     def __init__(self) -> None:
@@ -74,6 +84,12 @@ class TextLength:
 
     def add(self, piece: bytes) -> int:
         """Adds a token's bytes; gives where in the text it begins, in whole characters."""
-        begin = self._length
+        unfinished = self._decoder.getstate()[0] if piece else b""
+        goes_on = piece[:1] in _CONTINUATIONS
+        begin = self._length + bool(unfinished and not goes_on)  # behind a U+FFFD for those bytes
         self._length += len(self._decoder.decode(piece))
         return begin
+
+    def end(self) -> None:
+        """Ends a text, behind which another one comes."""
+        self._length += len(self._decoder.decode(b"", final=True))
