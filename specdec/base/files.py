@@ -10,6 +10,11 @@ from typing import Any, NoReturn
 
 from specdec.base.errors import CheckpointError, InvalidInputError, one_line
 
+JSON_LINES = (".jsonl", ".jsonlines", ".ndjson")
+
+_OTHER_FILES = {".csv", ".htm", ".html", ".json", ".parquet", ".tsv", ".xml", ".yaml", ".yml"}
+"""Names of files end so that hold no text with a prompt per line."""
+
 
 def cache_folder() -> Path:
     """Where what can be made again is kept: `$SPECDEC_CACHE`, or `~/.cache/specdec`.
@@ -57,6 +62,17 @@ def read_lines(path: Path, *, what: str, way_out: str) -> list[tuple[str, str]]:
     if not lines:
         raise InvalidInputError(f"{str(path)!r} holds no {what}; {way_out}")
     return lines
+
+
+def check_prompt_lines(path: Path, way_out: str) -> None:
+    """Refuses a file as one with a prompt per line whose name says that it is another kind.
+
+    Raises:
+        InvalidInputError: it is, with `way_out` at the end.
+    """
+    if path.suffix.lower() in _OTHER_FILES:
+        what = f"{str(path)!r} is no text with a prompt per line by its name"
+        raise InvalidInputError(f"{what}; {way_out}")
 
 
 def parse_json(content: str | bytes, *, strict: bool = True) -> Any:

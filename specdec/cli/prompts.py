@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.base.chat.messages import readable
 from specdec.base.errors import InvalidInputError
-from specdec.base.files import parse_object, read_lines, reason_of
+from specdec.base.files import JSON_LINES, check_prompt_lines, parse_object, read_lines, reason_of
 from specdec.cli.line_fields import is_request, parted, sampled, served
 from specdec.sampling.params import SamplingParams
 
@@ -139,9 +139,10 @@ def _prompt(source: str, text: str) -> Prompt:
 
 
 def _read_file(path: Path, sampling: SamplingParams, model: str) -> list[Prompt]:
-    way_out = "--file takes a text file with one prompt per line"
+    way_out = "--file takes a text file with one prompt per line, or JSON lines in a .jsonl file"
     lines = read_lines(path, what="prompt", way_out=way_out)
-    if path.suffix.lower() != ".jsonl":
+    if path.suffix.lower() not in JSON_LINES:
+        check_prompt_lines(path, way_out)
         return [Prompt(source, line.strip()) for source, line in lines]
     records = [(source, *_record(line, source)) for source, line in lines]
     if any(is_request(record) for _, record, _ in records):

@@ -8,7 +8,14 @@ from typing import Any
 
 from drafters.training.config import TrainConfig
 from drafters.training.data.prompts import PromptSet, TrainingPrompt
-from drafters.training.data.rows import Messages, Row, conversation, read_rows
+from drafters.training.data.rows import (
+    THOUGHTS,
+    Messages,
+    Row,
+    chat_messages,
+    conversation,
+    read_rows,
+)
 from drafters.training.data.shards import Say, write_shard
 from drafters.training.data.source import Source
 from specdec.base.errors import InvalidInputError
@@ -40,8 +47,12 @@ def own_answers(config: TrainConfig) -> tuple[PromptSet, list[Own]]:
         way_out = "give more rows or a smaller --heldout"
         what = f"{len(rows)} rows with answers are too few to hold out {config.heldout}"
         raise InvalidInputError(f"{what}; {way_out}")
-    heldout = [_prompt(*own) for own in rows[: config.heldout]]
-    return PromptSet([], heldout, []), rows[config.heldout :]
+    heldout, asked = rows[: config.heldout], {_opening(*own) for own in rows[: config.heldout]}
+    rows = [own for own in rows[config.heldout :] if _opening(*own) not in asked]
+    if not rows:
+        what = f"no row asks anything else than the {config.heldout} that are held out"
+        raise InvalidInputError(f"{what}; give more rows or a smaller --heldout")
+    return PromptSet([], [_prompt(*own) for own in heldout], []), rows
 
 
 def write_own(source: Source, folder: Path, shards: dict[str, Sequence[Own]], say: Say) -> None:
@@ -89,8 +100,14 @@ def _joined(place: str, row: Row) -> Own:
 
 
 def _check(place: str, row: Row) -> bool:
-    """Whether somebody answers in a row; InvalidInputError: it is malformed."""
+    """Whether somebody answers in a row; InvalidInputError: it is malformed, or has thoughts beside
+    an answer, of which only the target's template knows how they were written.
+    """
     if TOKENS not in row:
+        for name in THOUGHTS:
+            if any(message.get(name) for message in chat_messages(row)):
+                way_out = "put what the target wrote into the content, as it wrote it"
+                raise InvalidInputError(f"{place} has {name} beside an answer; {way_out}")
         return any(role == "assistant" for role, _ in conversation(row, place))
     ids, mask = row[TOKENS], row.get(MASK, [])
     if not _numbers(ids) or not _numbers(mask) or len(ids) != len(mask):
@@ -111,6 +128,14 @@ def _spans(row: Row) -> list[list[int]]:
             found.append([start, end])
         start = end
     return found
+
+
+def _opening(place: str, row: Row) -> tuple[Any, ...]:
+    """What comes before the first answer of a row."""
+    if TOKENS in row:
+        return tuple(row[TOKENS][: _spans(row)[0][0]])
+    messages = conversation(row, place)
+    return messages[: next(i for i, (role, _) in enumerate(messages) if role == "assistant")]
 
 
 def _prompt(place: str, row: Row) -> TrainingPrompt:

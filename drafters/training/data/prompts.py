@@ -7,7 +7,7 @@ from random import Random
 
 from drafters.training.config import TrainConfig
 from drafters.training.data.names import FIRST_NAMES
-from drafters.training.data.rows import Messages, Row, conversation, read_rows
+from drafters.training.data.rows import SYSTEM_ROLES, Messages, Row, conversation, read_rows
 from specdec.base.errors import InvalidInputError
 
 _INTEGER = re.compile(r"(?<![\w.,/:])\d{1,5}(?![\w/:]|[.,]\d)")
@@ -71,7 +71,11 @@ def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
         raise InvalidInputError(f"{what}; give more prompts or a smaller --heldout")
     random.shuffle(prompts)
     heldout = [replace(prompt, later=()) for prompt in prompts[: config.heldout]]
-    train = prompts[config.heldout :]
+    asked = {prompt.messages for prompt in heldout}
+    train = [prompt for prompt in prompts[config.heldout :] if prompt.messages not in asked]
+    if not train:
+        what = f"no prompt differs from the {len(heldout)} that are held out"
+        raise InvalidInputError(f"{what}; give more prompts or a smaller --heldout")
     examples = [prompt for prompt in train if prompt.answer is not None]
     versions = range(config.variations)
     train += [vary(prompt, random, version) for version in versions for prompt in examples]
@@ -105,14 +109,12 @@ def read_prompts(name: str) -> list[TrainingPrompt]:
 def _prompt(row: Row, place: str) -> TrainingPrompt | None:
     """What the users of a row say, up to a message of a tool."""
     messages = conversation(row, place)
-    end = next(
-        (i for i, (role, _) in enumerate(messages) if role not in ("system", "user", "assistant")),
-        len(messages),
-    )
+    known = (*SYSTEM_ROLES, "user", "assistant")
+    end = next((i for i, (role, _) in enumerate(messages) if role not in known), len(messages))
     users = [i for i, (role, text) in enumerate(messages[:end]) if role == "user" and text.strip()]
     if not users:
         return None
-    start = [(role, text) for role, text in messages[: users[0]] if role == "system"]
+    start = [(role, text) for role, text in messages[: users[0]] if role in SYSTEM_ROLES]
     answer = row.get("answer")
     told = (*start, messages[users[0]])
     said = answer if isinstance(answer, str) else None

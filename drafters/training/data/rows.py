@@ -1,22 +1,44 @@
 """Training data as people have it: rows of files and data sets, and what is said in them."""
 
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from specdec.base.errors import InvalidInputError, one_line
-from specdec.base.files import parse_json, parse_object, read_lines, reason_of, user_path
+from specdec.base.files import (
+    JSON_LINES,
+    check_prompt_lines,
+    parse_json,
+    parse_object,
+    read_lines,
+    reason_of,
+    user_path,
+)
 from specdec.base.packages import install_command
 from specdec.session.provenance import sha256_of
+
+logger = logging.getLogger(__name__)
 
 HUB = "hub:"
 """Begins the name of a data set: hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT."""
 CHATS = ("messages", "conversations", "conversation")
 PLAIN = ("question", "prompt", "turns", "instruction")
 """Where a row may hold what is asked; a chat wins over the others, of which there may be one."""
+SYSTEM = ("system", "system_prompt")
+"""Where a row may hold what the system says."""
+GIVEN = ("input", "context")
+"""Where a row may hold what a question or an instruction is about."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Where a message may hold what came before its content."""
+CALLS = ("tool_calls", "function_call")
+SYSTEM_ROLES = ("system", "developer")
+
+_READ = frozenset((*CHATS, *PLAIN, *SYSTEM, *GIVEN, *THOUGHTS, *CALLS, "output", "answer"))
+_READ |= {"role", "from", "content", "value", "input_ids", "loss_mask", "prompt_ids", "answer_ids"}
 
 _WAY_OUT = "give a text file with one prompt per line, JSON lines, a JSON array, or parquet"
 _ROLES = {
@@ -35,11 +57,22 @@ Messages = tuple[tuple[str, str], ...]
 
 def read_rows(name: str) -> Iterator[tuple[str, Row]]:
     """Rows with their places: of a text file with a prompt per line, JSON lines, a JSON array,
-    parquet, or a data set of the hub.
+    parquet, or a data set of the hub. At the end a line tells which fields mean nothing here.
 
     Raises:
         InvalidInputError: nothing can be read there, or it is a test split by its name.
     """
+    unread = set[str]()
+    for place, row in _rows(name):
+        for part in (row, *chat_messages(row)):
+            stated = (field for field, value in part.items() if value not in (None, "", [], {}))
+            unread.update(map(str, stated))
+        yield place, row
+    if unread := unread - _READ:
+        logger.warning("%s: these fields are not read: %s", name, ", ".join(sorted(unread)))
+
+
+def _rows(name: str) -> Iterator[tuple[str, Row]]:
     path = user_path(name)
     for part in name.split(":")[1:] if name.startswith(HUB) else [path.stem]:
         if _TEST_SPLIT.search(part.rpartition("/")[2]):
@@ -49,7 +82,8 @@ def read_rows(name: str) -> Iterator[tuple[str, Row]]:
         yield from ((f"{name}:{place}", row) for place, row in enumerate(data_set(name), start=1))
         return
     lines = read_lines(path, what="prompt", way_out=_WAY_OUT)
-    if path.suffix not in (".jsonl", ".json"):
+    if path.suffix.lower() not in (*JSON_LINES, ".json"):
+        check_prompt_lines(path, _WAY_OUT)
         yield from ((place, {"prompt": line}) for place, line in lines)
     elif lines[0][1].lstrip().startswith("["):
         yield from _array(name, "\n".join(line for _, line in lines))
@@ -96,8 +130,8 @@ def data_set(name: str) -> Any:
 
 
 def conversation(row: Row, place: str) -> Messages:
-    """What is said in a row, from the first system's or user's message on; of a row without a
-    chat, what is asked. Empty where no user says anything.
+    """What is said in a row, from the first system's or user's message on and up to one that calls
+    tools; of a row without a chat, what is asked. Empty where no user says anything.
 
     Raises:
         InvalidInputError: the row holds nothing of this kind, or something malformed.
@@ -109,8 +143,9 @@ def conversation(row: Row, place: str) -> Messages:
         what = f"{place} must have exactly one of the fields {names}, but has {found}"
         raise InvalidInputError(what)
     content = row[given[0]]
-    if given[0] == "instruction" and row.get("input"):
-        content = f"{content}\n\n{row['input']}"
+    for name in GIVEN if given[0] in ("instruction", "question") else ():
+        if isinstance(text := row.get(name), str) and text:
+            content = f"{content}\n\n{text}"
     messages = _messages(content, given[0] in CHATS)
     if messages is None or (given[0] in PLAIN and not messages):
         what = f"{place}: {given[0]} is no text, list of turns or chat of roles and texts"
@@ -118,8 +153,17 @@ def conversation(row: Row, place: str) -> Messages:
     if given[0] == "instruction" and isinstance(output := row.get("output"), str) and output:
         messages += (("assistant", output),)
     roles = [role for role, _ in messages]
-    start = next((i for i, role in enumerate(roles) if role in ("system", "user")), 0)
-    return messages[start:] if "user" in roles else ()
+    start = next((i for i, role in enumerate(roles) if role in (*SYSTEM_ROLES, "user")), 0)
+    told = [text for name in SYSTEM if isinstance(text := row.get(name), str) and text.strip()]
+    system = tuple(("system", text) for text in told if "system" not in roles)
+    return (*system, *messages[start:]) if "user" in roles else ()
+
+
+def chat_messages(row: Row) -> list[Mapping[str, Any]]:
+    """The messages of a row's chat as they stand there; none where it has no such chat."""
+    content = next((row[name] for name in CHATS if name in row), None)
+    listed = content if isinstance(content, list) else []
+    return [message for message in listed if isinstance(message, Mapping)]
 
 
 def _messages(content: Any, chat: bool) -> Messages | None:
@@ -136,11 +180,13 @@ def _messages(content: Any, chat: bool) -> Messages | None:
         role: Any = "user"
         text = message.strip() if isinstance(message, str) else None
         if isinstance(message, dict):
+            if any(message.get(name) for name in CALLS):
+                break  # which are no text
             role = message.get("role", message.get("from"))
             text = _text(message.get("content", message.get("value")))
         if not isinstance(role, str) or text is None or (not chat and not text):
             return None
-        found.append((_ROLES.get(role, role), text))
+        found.append((_ROLES.get(role.lower(), role.lower()), text))
     return tuple(found)
 
 

@@ -140,6 +140,10 @@ def test_files_without_prompts_or_text_are_refused(tmp_path: Path, capsys: Captu
     assert "holds no prompt" in one_line(capsys)
     assert main(["generate", "--file", str(binary)]) == 2
     assert "not UTF-8 text (byte 2)" in one_line(capsys)
+    for name in ("a.csv", "a.TSV", "a.json", "a.yml"):  # whose lines are no prompts
+        (tmp_path / name).write_text("prompt")
+        assert main(["generate", "--file", str(tmp_path / name)]) == 2
+        assert "no text with a prompt per line by its name; --file takes" in one_line(capsys)
 
 
 def test_no_prompt_at_a_terminal_is_explained(monkeypatch: Patch, capsys: Capture) -> None:

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drafters.training.data.dataset import read_answers
+from drafters.training.data.rows import THOUGHTS
 from drafters.training.stages import run_stages
 from specdec.base.errors import InvalidInputError
 from specdec.session.decoder import SpecDecoder
@@ -47,12 +49,12 @@ def answered(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> list[d
 def test_each_answer_of_a_conversation_is_trained_as_it_is(tmp_path: Path) -> None:
     """Catches an answer without its end, a template's words that are trained, and a lost turn."""
     write_chat_target(tmp_path, TEMPLATE)
-    rows = [chat("w10", "w11 w12", "w13", "w14", "w15") for _ in range(3)]
+    rows = [chat(f"w10 w{20 + i}", "w11 w12", "w13", "w14", "w15") for i in range(3)]
     records = answered(tmp_path, rows)
     decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu")
     for record in records:
         ids = [*record["prompt_ids"], *record["answer_ids"]]
-        text = decoder.tokenizer.decode(ids)
+        text = re.sub(" w2.", "", decoder.tokenizer.decode(ids))
         assert text == "<bos> w4 w10 <eos> w6 w5 w11 w12 <eos> w6 w4 w13 <eos> w6 w5 w14 <eos>"
         spans = [*record["spans"], [len(record["prompt_ids"]), len(ids)]]
         assert [decoder.tokenizer.decode(ids[a:b]) for a, b in spans] == [
@@ -68,11 +70,13 @@ def test_each_answer_of_a_conversation_is_trained_as_it_is(tmp_path: Path) -> No
 
 def test_a_turn_that_the_template_says_otherwise_has_a_record_of_its_own(tmp_path: Path) -> None:
     write_chat_target(tmp_path, THOUGHTLESS)
-    records = answered(tmp_path, [chat("w10", "w9 w11", "w13", "w14") for _ in range(2)])
+    rows = [chat(question, "w9 w11", "w13", "w14") for question in ("w10", "w10 w10")]
+    records = answered(tmp_path, rows)
     decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu")
     decode, names = decoder.tokenizer.decode, ("prompt_ids", "answer_ids")
     texts = [tuple(decode(row[name]) for name in names) for row in records]
-    first = "<bos> w4 w10 <eos> w6 w5"
+    first = texts[0][0]
+    assert first in ("<bos> w4 w10 <eos> w6 w5", "<bos> w4 w10 w10 <eos> w6 w5")
     assert texts == [
         (first, "w9 w11 <eos>"),
         (f"{first} w11 <eos> w6 w4 w13 <eos> w6 w5", "w14 <eos>"),
@@ -82,13 +86,31 @@ def test_a_turn_that_the_template_says_otherwise_has_a_record_of_its_own(tmp_pat
 
 def test_tokens_with_a_mask_are_trained_where_it_says_so(tmp_path: Path) -> None:
     write_chat_target(tmp_path, TEMPLATE)
-    row = {"input_ids": list(range(10, 20)), "loss_mask": [0, 0, 1, 1, 1, 0, 1, 1, 0, 0]}
-    records = answered(tmp_path, [row] * 3)
+    mask = [0, 0, 1, 1, 1, 0, 1, 1, 0, 0]
+    rows = [{"input_ids": [20 + i, *range(11, 20)], "loss_mask": mask} for i in range(3)]
+    records = answered(tmp_path, rows)
+    assert len(records) == 2
     for record in records:
-        assert (record["prompt_ids"], record["answer_ids"]) == ([10, 11, 12, 13, 14, 15], [16, 17])
+        assert (record["prompt_ids"][1:], record["answer_ids"]) == ([11, 12, 13, 14, 15], [16, 17])
         assert record["spans"] == [[2, 5]]
     heldout = read_answers(tmp_path / "run" / "answers", "heldout")
-    assert {tuple(one.prompt_ids) for one in heldout} == {(10, 11, 12, 13, 14, 15)}
+    assert {tuple(one.prompt_ids[1:]) for one in heldout} == {(11, 12, 13, 14, 15)}
+
+
+def test_other_answers_to_what_is_held_out_are_left_out(tmp_path: Path) -> None:
+    """Catches a held-out question that is trained on with another of its answers."""
+    write_chat_target(tmp_path, TEMPLATE)
+    chats = [chat(f"w{10 + i % 4}", f"w{20 + i}") for i in range(12)]
+    tokens = [{"prompt_ids": [40 + i % 4], "answer_ids": [20 + i]} for i in range(12)]
+    for number, rows in enumerate((chats, tokens)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "target").symlink_to(tmp_path / "target")
+        records = answered(folder, rows, heldout=2)
+        heldout = read_answers(folder / "run" / "answers", "heldout")
+        asked = {tuple(one.prompt_ids) for one in heldout}
+        assert not asked & {tuple(record["prompt_ids"]) for record in records}
+        assert len(records) == 12 - 3 * len(asked)
 
 
 @pytest.mark.slow
@@ -113,13 +135,22 @@ def test_a_drafter_is_trained_on_them(tmp_path: Path) -> None:
             "must be whole numbers, as many",
         ),
         ({"input_ids": [1, 2]}, {}, "must be whole numbers, as many"),
-        (
-            {"input_ids": [10, 99], "loss_mask": [0, 1]},
-            {},
-            "input_ids has 99 and the tokenizer of the target 64",
-        ),
         ({"prompt": "w10"}, {}, "0 rows with answers are too few to hold out 1"),
         ({"text": "w10"}, {}, "must have exactly one of the fields"),
+        *(
+            (
+                {
+                    "messages": [
+                        {"role": "user", "content": "w10"},
+                        {"role": "assistant", "content": "w11", name: "w12"},
+                    ]
+                },
+                {},
+                f"own.jsonl:1 has {name} beside an answer; put what the target wrote into",
+            )
+            for name in THOUGHTS
+        ),
+        (chat("w10", "w11"), {}, "no row asks anything else than the 1 that are held out"),
         (chat("w10", "w11"), {"variations": 2}, "it must be empty, or prompts"),
     ],
 )
@@ -132,3 +163,10 @@ def test_what_cannot_be_trained_on_is_refused(
     write_chat_target(tmp_path, TEMPLATE)
     with pytest.raises(InvalidInputError, match=message):
         answered(tmp_path, [row] * 3, **changes)
+
+
+def test_tokens_that_the_target_does_not_have(tmp_path: Path) -> None:
+    write_chat_target(tmp_path, TEMPLATE)
+    rows = [{"input_ids": [10 + i, 99], "loss_mask": [0, 1]} for i in range(3)]
+    with pytest.raises(InvalidInputError, match="has 99 and the tokenizer of the target 64"):
+        answered(tmp_path, rows)

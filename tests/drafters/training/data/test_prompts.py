@@ -95,6 +95,12 @@ def test_few_shot_text_has_the_format_of_the_benchmark() -> None:
 A, B, C = ("user", "a"), ("assistant", "b"), ("user", "c")
 
 
+CALLS: list[dict[str, Any]] = [
+    {"content": None, "tool_calls": [{}]},
+    {"content": "", "tool_calls": [{}]},
+    {"content": None, "function_call": {"name": "f"}},
+]
+
 ROWS: list[tuple[dict[str, Any], Messages]] = [
     ({"prompt": " a "}, (A,)),
     ({"question": "a", "answer": "b"}, (A,)),
@@ -119,12 +125,61 @@ ROWS: list[tuple[dict[str, Any], Messages]] = [
     ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]},
      (("system", "s"), A)),
     ({"conversations": []}, ()),
+    ({"instruction": "a", "context": "x", "response": "b"}, (("user", "a\n\nx"),)),  # Dolly
+    ({"system_prompt": "s", "question": "a", "response": "b"}, (("system", "s"), A)),  # OpenOrca
+    ({"system": "s", "tools": "[]", "conversations": [{"from": "Human", "value": "a"}]},
+     (("system", "s"), A)),
+    ({"system": "z", "messages": [{"role": "system", "content": "s"},
+                                  {"role": "user", "content": "a"}]}, (("system", "s"), A)),
+    ({"messages": [{"role": "developer", "content": "s"}, {"role": "user", "content": "a"}]},
+     (("developer", "s"), A)),
+    *(({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", **called},
+                     {"role": "tool", "content": "x"}, {"role": "assistant", "content": "b"}]},
+       (A,))
+      for called in CALLS),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "messages"), ROWS)
 def test_rows_are_read_as_people_have_them(row: dict[str, Any], messages: Messages) -> None:
     assert conversation(row, "here") == messages
+
+
+def test_what_the_system_says_is_asked_with_the_question(tmp_path: Path) -> None:
+    """Whichever way it is given."""
+    told = {"role": "developer", "content": "s"}
+    rows = [{"system": "s", "prompt": "a"}, {"messages": [told, {"role": "user", "content": "a"}]}]
+    file = tmp_path / "a.ndjson"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    texts = [[text for _, text in prompt.messages] for prompt in read_prompts(str(file))]
+    assert texts == [["s", "a"]] * 2
+
+
+def test_fields_that_mean_nothing_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "a.jsonl"
+    says = {"role": "user", "content": "a", "weight": 0, "name": None}
+    file.write_text(json.dumps({"messages": [says], "answer": "b", "tools": [{}], "history": []}))
+    read_prompts(str(file))
+    assert caplog.messages == [f"{file}: these fields are not read: tools, weight"]
+
+
+def test_a_prompt_asked_twice_is_held_out_twice(tmp_path: Path) -> None:
+    """Also where a chat goes on differently behind it."""
+    file = tmp_path / "a.jsonl"
+    turns = [[f"question {i % 10}", f"more {i}"] for i in range(30)]
+    file.write_text("\n".join(json.dumps({"turns": texts}) for texts in turns))
+    for heldout in range(1, 8):
+        prompts = make_prompts(TrainConfig(out="x", prompts=(str(file),), heldout=heldout))
+        asked = {prompt.question for prompt in prompts.heldout}
+        assert not asked & {prompt.question for prompt in prompts.train}
+        assert len(prompts.train) == 30 - 3 * len(asked)
+    file.write_text("again\n" * 9)
+    with pytest.raises(InvalidInputError, match="no prompt differs from the 2 that are held out"):
+        make_prompts(
+            TrainConfig(out="x", prompts=(str(file.rename(tmp_path / "b.txt")),), heldout=2)
+        )
 
 
 def test_files_and_data_sets_hold_the_same_prompts(tmp_path: Path) -> None:
@@ -174,6 +229,8 @@ def test_files_and_data_sets_hold_the_same_prompts(tmp_path: Path) -> None:
             "messages is no text, list of turns or chat",
         ),
         ("a.jsonl", '{"prompt": "  "}', "prompt is no text"),
+        ("a.CSV", "prompt,answer\nx,y", "no text with a prompt per line by its name; give"),
+        ("a.yaml", "- prompt: x", "no text with a prompt per line by its name; give"),
     ],
 )
 def test_malformed_prompts_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
