@@ -303,8 +303,8 @@ async def _predicted(front: Front, http: Request, sampling: SamplingParams) -> S
     text = sampling.prediction
     if not isinstance(text, str):
         return sampling
-    work = front.texts.tokens(text, special=False, most=front.engine.max_model_len)
-    return replace(sampling, prediction=tuple(await _while_there(http, len(text), work)))
+    work = front.texts.predicted(sampling, text, most=front.engine.max_model_len)
+    return await _while_there(http, len(text), work)
 
 
 async def _while_there(http: Request, size: int, work: Coroutine[Any, Any, T]) -> T:

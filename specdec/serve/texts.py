@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any
 
 from specdec.base.errors import CapacityError
+from specdec.sampling.params import SamplingParams
 from specdec.serve.limits import CHARACTERS_PER_TOKEN
 from specdec.session.prompts import PromptReader
 
@@ -107,6 +108,12 @@ class Texts:
         work = partial(self._reader.tokenize, prompt, add_special_tokens=special)
         tokens: list[int] = await self.run(len(prompt), work)
         return tokens
+
+    async def predicted(self, sampling: SamplingParams, text: str, *, most: int) -> SamplingParams:
+        """The sampling with the tokens of this text, its prediction; see `tokens`."""
+        await self._check(text, most)
+        made: SamplingParams = await self.run(len(text), self._reader.with_prediction, sampling)
+        return made
 
     async def chat(
         self, size: int, render: Callable[[], str], *, special: bool, most: int

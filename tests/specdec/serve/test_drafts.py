@@ -57,13 +57,16 @@ def test_the_answer_is_the_same_in_fewer_steps(live: Live, path: str, temperatur
         ({"content": [{"type": "image_url", "text": "a"}]}, "a part that is no text"),
         ({"content": [{"type": "text"}]}, "a part that is no text"),
         ({"content": "a b " * 100_000}, "the limit is"),
+        ({"content": "a\ud800"}, "the prediction is not Unicode text: character 2"),
+        ("\udfff" * 3000, "the prediction is not Unicode text"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: ascii(value)[:40],
 )
 def test_what_is_no_prediction(live: Live, prediction: Any, said: str) -> None:
     """In one line."""
     for path, body in ROUTES.items():
-        got = live.post(path, json={**body, "prediction": prediction})
+        text = json.dumps({**body, "prediction": prediction})
+        got = live.post(path, content=text, headers={"Content-Type": "application/json"})
         assert got.status_code == 400 and said in got.json()["error"]["message"], got.text
 
 
