@@ -42,7 +42,7 @@ def as_integer(name: str, value: Any) -> int:
     raise InvalidInputError(f"{name} is {shown(value)}; it must be an integer")
 
 
-def as_float(value: Real) -> float:
+def as_float(value: Real | int) -> float:
     """A number of any kind, infinite where it is too large."""
     try:
         return float(value)

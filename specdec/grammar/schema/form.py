@@ -9,6 +9,7 @@ from operator import ge, gt, le, lt
 from typing import Any
 
 from specdec.base.errors import shown
+from specdec.base.validation import as_float
 from specdec.grammar.schema.formats import FORMATS
 
 TYPES: dict[str, type | tuple[type, ...]] = {
@@ -257,6 +258,21 @@ def multiples(
         return None
     some = [number * exact for number in range(first, last + 1)]
     return [int(one) if one.denominator == 1 else float(one) for one in some]
+
+
+def rounded(value: Any) -> Iterator[int]:
+    """Whole numbers within a value that xgrammar writes as others: those beyond 64 bits are floats.
+
+    >>> list(rounded({"a": [2**63 - 1, 2**64, 10**30, -(10**400)]})) == [-(10**400), 10**30]
+    True
+    """
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Mapping | list):
+            left += one.values() if isinstance(one, Mapping) else one
+        elif isinstance(one, int) and not -(2**63) <= one < 2**63 and as_float(one) != one:
+            yield one
 
 
 def meets(value: Any, keyword: str, asked: Any) -> bool:

@@ -209,6 +209,8 @@ class _Reader:
         self._refuse_all(self._beside(schema, choice, path))
         match choice:
             case "const" | "enum":
+                what = f"in {choice}, a whole number beyond 64 bits, at {path}"
+                self._refuse_all(f"{shown(one)} {what}" for one in form.rounded(schema[choice]))
                 return {choice: schema[choice]}
             case "$ref":
                 return self._reference(schema["$ref"], path)

@@ -64,6 +64,8 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ),
     ({"type": "string", "enum": [1, "a"]}, 1, "1 in enum"),
     ({"type": "string", "const": 1}, 1, "1 in const"),
+    ({"const": [10**30]}, [1e30], "in const, a whole number beyond 64 bits"),
+    ({"type": "integer", "enum": [3, -(10**30)]}, -1e30, "in enum, a whole number beyond"),
     ({"minimum": 3}, 1, "minimum without a type"),
     ({"minLength": 3}, "a", "minLength without a type"),
 ]
