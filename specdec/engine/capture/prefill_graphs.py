@@ -125,11 +125,13 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         """
         if max_pending(chunks) or any(chunk.rows_to_score for chunk in chunks):
             return None
-        fit = self._fit([(chunk.start, chunk.end) for chunk in chunks])
-        graph = self.obtain(fit[0], self._captured) if fit else None
-        if fit is None or graph is None:
+        spans = [(chunk.start, chunk.end) for chunk in chunks]
+        shape = self._shape(spans)
+        graph = self.obtain(shape, self._captured) if shape else None
+        widths = self._widths(spans, graph.shape) if graph else None
+        if graph is None or widths is None:
             return None
-        graph.inputs.copy_(self._inputs(chunks, *fit), non_blocking=True)
+        graph.inputs.copy_(self._inputs(chunks, graph.shape, widths), non_blocking=True)
         graph.replay()
         ended = [index for index, chunk in enumerate(chunks) if samples_first_token(chunk)]
         return (
@@ -152,18 +154,18 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             bounds: some of those on lengths; None takes all.
         """
         for shape, lens in self._shortest(max_reqs):
-            fit = self._fit([(0, length) for length in lens])
-            if fit is None or sum(lens) > max_total_tokens:
+            widths = self._widths([(0, length) for length in lens], shape)
+            if widths is None or sum(lens) > max_total_tokens:
                 continue
             for bound in bounds or lengths(self._state.longest):
-                start = min(bound - int(fit[1][0]), self._state.max_model_len - 1 - lens[0])
+                start = min(bound - int(widths[0]), self._state.max_model_len - 1 - lens[0])
                 spans = [(start, start + lens[0]), *((0, length) for length in lens[1:])]
-                fit_there = self._fit(spans) if start >= 0 else None
-                if fit_there and fit_there[0] == shape._replace(max_seq_len=bound):
+                if start >= 0 and self._shape(spans) == shape._replace(max_seq_len=bound):
                     yield spans
 
     def _shortest(self, max_reqs: int) -> Iterator[tuple[PrefillShape, list[int]]]:
-        """Every shape, but for its `max_seq_len`, with the fewest rows of the fewest chunks."""
+        """Every shape of sequences of any length, with the fewest rows of the fewest chunks."""
+        longest = self._state.longest
         for fewer_reqs, num_reqs in pairwise([0, *REQUESTS]):
             for fewer_rows, num_rows in pairwise([0, *self._sizes]):
                 widths = pairwise([0, *self._bounds]) if num_reqs > 1 else [(0, num_rows)]
@@ -176,40 +178,45 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
                             continue
                         first = min(max_rows, total - others)
                         rest = [(total - first + n) // others for n in range(others)]
-                        yield PrefillShape(num_reqs, num_rows, max_rows, 0), [first, *rest]
+                        yield PrefillShape(num_reqs, num_rows, max_rows, longest), [first, *rest]
                         break
 
     def _cost(self, one: PrefillShape, shape: PrefillShape) -> tuple[int, ...] | None:
-        """See `ShapeGraphs`. Rows are as many: padding is computed, too."""
-        fits = one[:2] == shape[:2] and one.max_rows >= shape.max_rows
-        fits &= one.max_seq_len >= shape.max_seq_len
-        return (one.max_rows, one.max_seq_len) if fits else None
+        """See `ShapeGraphs`. What pads is computed, too."""
+        more_reqs, more_rows = one.num_reqs - shape.num_reqs, one.num_rows - shape.num_rows
+        fits = more_rows >= more_reqs >= 0 and one.max_rows >= shape.max_rows
+        return (*one[1:], one.num_reqs) if fits and one.max_seq_len >= shape.max_seq_len else None
 
-    def _fit(self, spans: Spans) -> tuple[PrefillShape, NDArray[np.int64]] | None:
-        """The shape of chunks, and the rows of each of its requests, those that pad at the end;
-        None where there is none.
-        """
-        lens, longest = [end - start for start, end in spans], self._state.longest
-        num_reqs = _at_least(len(lens), REQUESTS)
-        num_padding = (num_reqs or 0) - len(lens)
-        num_rows = _at_least(sum(lens) + num_padding, self._sizes)
-        max_rows = num_rows if num_reqs == 1 else _at_least(max(lens), self._bounds)
-        if num_reqs is None or num_rows is None or max_rows is None:
+    def _shape(self, spans: Spans) -> PrefillShape | None:
+        """The smallest shape of chunks; None where there is none."""
+        total, longest = sum(end - start for start, end in spans), self._state.longest
+        num_reqs = _at_least(len(spans), REQUESTS)
+        num_rows = _at_least(total + (num_reqs or 0) - len(spans), self._sizes)
+        bound = _at_least(max(end - start for start, end in spans), self._bounds)
+        if num_reqs is None or num_rows is None or (bound is None and num_reqs > 1):
             return None
-        max_rows = min(max_rows, num_rows)
-        left = num_rows - sum(lens)
+        max_rows = num_rows if bound is None or num_reqs == 1 else min(bound, num_rows)
+        shape = PrefillShape(num_reqs, num_rows, max_rows, longest)
+        widths = self._widths(spans, shape)
+        if widths is None:
+            return None
+        end = max(start + int(width) for (start, _), width in zip(spans, widths, strict=False))
+        return shape._replace(max_seq_len=length_bucket(end, longest))
+
+    def _widths(self, spans: Spans, shape: PrefillShape) -> NDArray[np.int64] | None:
+        """Rows of each request of a shape that serves these chunks, those that pad at the end; None
+        where there is no room for the padding.
+        """
+        lens, most = [end - start for start, end in spans], min(shape.max_rows, self._state.longest)
+        num_padding, left = shape.num_reqs - len(spans), shape.num_rows - sum(lens)
         for index in range(num_padding):
-            lens.append(min(max_rows, longest, left // (num_padding - index)))
+            lens.append(min(most, left // (num_padding - index)))
             left -= lens[-1]
         for index, (_, end) in enumerate(spans):
-            more = min(left, max_rows - lens[index], longest - end)
+            more = min(left, shape.max_rows - lens[index], shape.max_seq_len - end)
             lens[index] += more
             left -= more
-        if left:
-            return None
-        end = max(start + length for (start, _), length in zip(spans, lens, strict=False))
-        shape = PrefillShape(num_reqs, num_rows, max_rows, length_bucket(end, longest))
-        return shape, np.array(lens)
+        return None if left else np.array(lens)
 
     def _inputs(
         self, chunks: Sequence[Chunk], shape: PrefillShape, widths: NDArray[np.int64]

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 from specdec.engine.capture import graphs, prefill_graphs
-from specdec.engine.capture.prefill_graphs import PrefillGraphs, PrefillShape, max_prefill_rows
+from specdec.engine.capture.prefill_graphs import (
+    PrefillGraphs,
+    PrefillShape,
+    Spans,
+    max_prefill_rows,
+)
 from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request
 from specdec.engine.requests.scheduler import Chunk
@@ -126,6 +131,15 @@ def case_tokens(case: Case, prompt: list[int]) -> list[int]:
     return request.output_token_ids
 
 
+def check_widths(graphs: PrefillGraphs, spans: Spans, shape: PrefillShape) -> None:
+    """A shape has room for chunks and their padding, and no row too many."""
+    widths = graphs._widths(spans, shape)
+    assert widths is not None and len(widths) == shape.num_reqs and sum(widths) == shape.num_rows
+    assert all(0 < width <= shape.max_rows for width in widths)
+    for (start, end), width in zip(spans, widths, strict=False):
+        assert end - start <= width and start + width <= shape.max_seq_len
+
+
 def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long chunks, many chunks, chunks whose padding has no room, and shapes beyond the most
     graphs.
@@ -141,15 +155,9 @@ def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPa
         return Chunk(request, start, end, last=False, admitted=False)
 
     def shape(*spans: tuple[int, int]) -> PrefillShape | None:
-        fit = captured._fit(spans)
-        if fit is None:
-            return None
-        widths = fit[1].tolist()
-        assert len(widths) == fit[0].num_reqs and sum(widths) == fit[0].num_rows
-        assert all(0 < width <= fit[0].max_rows for width in widths)
-        assert all(start + w <= longest for (start, _), w in zip(spans, widths, strict=False))
-        assert all(end - start <= w for (start, end), w in zip(spans, widths, strict=False))
-        return fit[0]
+        if (found := captured._shape(spans)) is not None:
+            check_widths(captured, spans, found)
+        return found
 
     bound = min(512, longest)
     assert shape((0, 3)) == shape((0, 16)) == PrefillShape(1, 16, 16, bound)
@@ -177,10 +185,7 @@ def test_every_shape_is_made_beforehand(case: Case, most: int) -> None:
     assert captured is not None
     longest = engine.slots.longest
 
-    def shape(spans: Sequence[tuple[int, int]]) -> PrefillShape | None:
-        fit = captured._fit(spans)
-        return fit and fit[0]
-
+    shape = captured._shape
     made = list(map(shape, captured.spans(most, 80)))
     needed = {
         shape([(0, first), *[(0, others)] * (count - 1)])
@@ -190,6 +195,32 @@ def test_every_shape_is_made_beforehand(case: Case, most: int) -> None:
     }
     assert None not in made and len(set(made)) == len(made) and longest > 64
     assert {one[:3] for one in needed if one} == {one[:3] for one in made if one}
+
+
+def test_a_larger_graph_serves_while_none_may_be_captured(case: Case) -> None:
+    """With the padding that its shape asks for; the smallest of those that do."""
+    engine, recorder, eager = captured_engine(case, "dflash", 8)
+    captured = engine.runner.prefill_graphs
+    assert captured is not None
+    spans = [(0, 5), (0, 9), (0, 3)]
+    bound = min(512, engine.slots.longest)
+    for larger in (PrefillShape(8, 64, 16, bound), PrefillShape(4, 48, 48, bound)):
+        captured.obtain(larger, captured._captured)
+        check_widths(captured, spans, larger)
+    captured.obtain(PrefillShape(1, 64, 64, bound), captured._captured)
+    captured.serving = True
+    shape = captured._shape(spans)
+    assert shape == PrefillShape(4, 24, 16, bound)
+    assert captured.nearest(shape) == PrefillShape(4, 48, 48, bound)
+    prompts = [list(range(3, 3 + end)) for _, end in spans]
+    expected = [case_tokens(case, prompt) for prompt in prompts]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts
+    ]
+    while engine.has_work:
+        engine.step()
+    assert [request.output_token_ids for request in requests] == expected
+    assert captured.num_captured == 3 and recorder.num_replays and not eager
 
 
 def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
