@@ -131,9 +131,9 @@ def _spans(row: Row) -> list[list[int]]:
 
 
 def _opening(place: str, row: Row) -> tuple[Any, ...]:
-    """What comes before the first answer of a row."""
+    """What comes before the first answer of a row, or all of it where nothing does."""
     if TOKENS in row:
-        return tuple(row[TOKENS][: _spans(row)[0][0]])
+        return tuple(row[TOKENS][: _spans(row)[0][0]] or row[TOKENS])
     messages = conversation(row, place)
     return messages[: next(i for i, (role, _) in enumerate(messages) if role == "assistant")]
 

@@ -165,6 +165,12 @@ def test_what_cannot_be_trained_on_is_refused(
         answered(tmp_path, [row] * 3, **changes)
 
 
+def test_texts_without_a_question_are_told_apart(tmp_path: Path) -> None:
+    write_chat_target(tmp_path, TEMPLATE)
+    rows = [{"input_ids": [10 + i, 11], "loss_mask": [1, 1]} for i in range(5)]
+    assert len(answered(tmp_path, rows)) == 4
+
+
 def test_tokens_that_the_target_does_not_have(tmp_path: Path) -> None:
     write_chat_target(tmp_path, TEMPLATE)
     rows = [{"input_ids": [10 + i, 99], "loss_mask": [0, 1]} for i in range(3)]
