@@ -130,6 +130,11 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
     engine, tokenizer = front.engine, front.engine.reader.tokenizer
     most = max(engine.max_model_len, TOKENIZED)
 
+    def check_count(name: str, tokens: list[int]) -> None:
+        if len(tokens) > most:
+            what = f"{name} holds {len(tokens):,} tokens and the limit is {most:,}"
+            raise RequestError(f"{what}; give fewer", name)
+
     @app.post("/tokenize")
     async def tokenize(asked: TokenizeRequest) -> Response:
         front.check_model(asked.model)
@@ -145,6 +150,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
             )
         else:
             tokens = []
+        check_count("messages" if asked.prompt is None else "prompt", tokens)
         made = {"count": len(tokens), "max_model_len": front.max_total_tokens, "tokens": tokens}
         if asked.return_token_strs:
             made["token_strs"] = await front.texts.run(
@@ -155,9 +161,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
         front.check_model(asked.model)
-        if len(asked.tokens) > most:
-            what = f"tokens has {len(asked.tokens):,} entries and the limit is {most:,}"
-            raise RequestError(f"{what}; give fewer", "tokens")
+        check_count("tokens", asked.tokens)
         if asked.tokens:
             engine.admission.check_tokens(asked.tokens)
         return {"prompt": await front.texts.run(len(asked.tokens), tokenizer.decode, asked.tokens)}

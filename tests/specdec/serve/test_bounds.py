@@ -122,6 +122,24 @@ def test_a_long_text_is_looked_at_in_pieces_until_it_has_too_many_tokens(
     assert most < sum(map(len, tokenized)) < 2 * most and max(map(len, tokenized)) <= 100
 
 
+def test_tokens_beyond_the_limit_of_what_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of texts that are short for so many, of chats, and of tokens."""
+    decoder = tiny_decoder()
+    most = decoder.engine.admission.max_model_len
+    monkeypatch.setattr(app, "TOKENIZED", most)
+    with live_server(decoder) as other:
+        for count, status in ((most, 200), (most + 1, 400)):
+            chat = [{"role": "user", "content": "a" * count}]
+            for path, body in (
+                ("/tokenize", {"prompt": "a" * count}),
+                ("/detokenize", {"tokens": [5] * count}),
+            ):
+                answer = other.post(path, json=body)
+                assert answer.status_code == status, answer.text[:300]
+                assert status == 200 or f"holds {count:,} tokens and the limit" in answer.text
+        assert "messages holds" in refusal(other, "/tokenize", {"messages": chat})
+
+
 def test_tokens_are_those_of_the_whole_text(
     live: Live, tokenized: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
