@@ -159,7 +159,8 @@ def new_config(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashConf
 def choose_mask_token(asked: int | None, tokenizer: Any, verifier: Any) -> int:
     """Token whose embedding fills the rows to predict: `asked`, or one that never occurs.
 
-    First choice are embedding rows that no token uses, then special tokens without a part in chats.
+    First choice are embedding rows that no token uses, which files made of GGUF call `[PAD<row>]`,
+    then special tokens without a part in chats.
 
     Raises:
         InvalidInputError: `asked` is a word of the vocabulary or has a part of its own, or the
@@ -181,7 +182,10 @@ def choose_mask_token(asked: int | None, tokenizer: Any, verifier: Any) -> int:
         and token.content not in template
         and token_id < verifier.vocab_size
     }
-    unused_rows = range(len(tokenizer), verifier.vocab_size)
+    tokens = {row: token for token, row in tokenizer.get_vocab().items()}
+    rows = range(verifier.vocab_size)
+    unused_rows = [row for row in rows if tokens.get(row, f"[PAD{row}]") == f"[PAD{row}]"]
+    unused_rows = [row for row in unused_rows if row not in used]
     suggestion = unused_rows[0] if unused_rows else max(special, default=None)
     hint = f"choose a reserved token such as {suggestion}"
     if suggestion is None:
