@@ -163,6 +163,8 @@ def made(kind: type[Made], given: Any) -> Made:
             values[name] = made(hints[name], value)
         elif name not in hints or not _fits(value, hints[name]):
             raise TypeError(f"{name} is a JSON {type(value).__name__}")
+        else:
+            values[name] = _keyed(value, hints[name])
     found = kind(**values)
     if callable(check := getattr(found, "check", None)):
         check()
@@ -188,6 +190,21 @@ def _fits(value: Any, hint: Any) -> bool:
         return value is None
     kinds = (int, float) if hint is float else hint
     return isinstance(value, kinds) and (hint is bool or not isinstance(value, bool))
+
+
+def _keyed(value: Any, hint: Any) -> Any:
+    """A value of JSON whose keys, which are texts there, are whole numbers where these are meant.
+
+    >>> _keyed([None, {"7": 0.5}], list[dict[int, float] | None])
+    [None, {7: 0.5}]
+    """
+    for one in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        origin, inner = get_origin(one), get_args(one)
+        if origin is list and isinstance(value, list) and get_args(inner[0]):
+            return [_keyed(entry, inner[0]) for entry in value]
+        if origin is dict and isinstance(value, dict) and inner[0] is int:
+            return {int(key): entry for key, entry in value.items()}
+    return value
 
 
 def _schema(command: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.base.journal import made
 from specdec.base.metrics import AcceptanceStats
 from specdec.engine.requests.request import Request
 from specdec.sampling.logprobs import Top
@@ -86,7 +87,7 @@ class GenerationResult:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> GenerationResult:
         """The result that `dataclasses.asdict` made this of, also by way of JSON."""
-        return cls(**{**given, "stats": AcceptanceStats(**given["stats"])})
+        return made(cls, dict(given))
 
 
 @dataclass(slots=True)

@@ -125,7 +125,14 @@ def test_a_pipe_gets_one_line_per_record(tmp_path: Path) -> None:
 
 
 RESULT = GenerationResult(
-    [1], "ab", [2, 3], "stop", logprobs=[-0.5, -float("inf")], stats=AcceptanceStats([3], [1], [2])
+    [1, 4],
+    "ab",
+    [2, 3],
+    "stop",
+    logprobs=[-0.5, -float("inf")],
+    top_logprobs=[{7: -0.1, 2: -0.5}, {}],
+    prompt_top_logprobs=[None, {4: -0.25}],
+    stats=AcceptanceStats([3], [1], [2]),
 )
 
 
@@ -142,6 +149,7 @@ ODD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no list": (changed(token_ids="ab"), "token_ids is a JSON str"),
     "a flag": (changed(seed=True), "seed is a JSON bool"),
     "logprobs": (changed(logprobs={"a": 1}), "logprobs is a JSON dict"),
+    "a likely token": (changed(top_logprobs=[{"x": -0.5}]), "invalid literal"),
     "stats": (changed(stats=5), "AcceptanceStats is a JSON int"),
     "parts of stats": (changed(stats={"num_drafted": [1.5]}), "num_drafted is a JSON list"),
     "a count that takes all memory": (

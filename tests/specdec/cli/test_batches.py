@@ -203,6 +203,27 @@ def test_an_interrupted_run_goes_on_where_it_was(
         assert shown(before["response"]["body"]) == shown(after["response"]["body"])
 
 
+def without_names(given: Any) -> Any:
+    """What does not differ from one answer to the next."""
+    if isinstance(given, list):
+        return [without_names(one) for one in given]
+    if not isinstance(given, dict):
+        return given
+    names = given.keys() - {"id", "created", "created_at"}
+    return {name: without_names(given[name]) for name in names}
+
+
+def test_kept_answers_are_printed_as_they_were(
+    decoder: SpecDecoder, tmp_path: Path, capsys: Capture
+) -> None:
+    """With all that they have, such as log-probabilities by token."""
+    file, kept = tmp_path / "batch.jsonl", str(tmp_path / "kept.jsonl")
+    file.write_text("\n".join(line(f"r{at}", *one) for at, one in enumerate(GOOD)))
+    first, again = (run(capsys, file, "--out", kept) for _ in range(2))
+    assert first[0] == again[0] == 0 and without_names(first[1]) == without_names(again[1])
+    assert '"top_logprobs": [{' in json.dumps(again[1])
+
+
 def test_thinking_is_told_apart(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
     decoder = tiny_decoder()
     monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda *_, **__: decoder)
