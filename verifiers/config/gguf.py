@@ -10,7 +10,7 @@ COMMON = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
+    "attention.head_count_kv": "num_key_value_heads",  # as many as heads, if nothing is said
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -36,7 +36,12 @@ def config_of(facts: Facts) -> Entries:
             f"{facts.name!r} is of architecture {name!r}, which is not read from GGUF files; these"
             f" are: {', '.join(sorted(ARCHITECTURES))}; take the model's safetensors files"
         )
+    for key in ("block_count", "context_length", "embedding_length", "attention.head_count"):
+        facts.need(key)
+    if facts("attention.layer_norm_epsilon") is None:
+        facts.need("attention.layer_norm_rms_epsilon")
     entries = {entry: value for key, entry in COMMON.items() if (value := facts(key)) is not None}
+    entries.setdefault("num_key_value_heads", entries.get("num_attention_heads"))
     layers = facts.need("block_count") - facts("nextn_predict_layers", 0)
     vocab_size = facts.files.shape("token_embd.weight")[0]
     entries |= {"num_hidden_layers": layers, "vocab_size": vocab_size}

@@ -46,6 +46,12 @@ def _axk1(config: Any, common: Mapping[str, Any]) -> Description:
     return v3(config, common, norms=BEFORE._replace(output="mlp.post_mlp_layernorm"))
 
 
+GROUPS = {160: (8, 3), 256: (8, 4)}
+"""Groups of experts, and those that a row chooses from, of DeepSeek-V2 and V3 by their experts:
+files of before October 2025 do not say them. Other models had no groups until then.
+"""
+
+
 def latent_entries(facts: Facts, entries: Entries) -> Entries:
     """The families with latent attention, which are one in llama.cpp."""
     rotated = facts.need("rope.dimension_count")
@@ -68,8 +74,13 @@ def latent_entries(facts: Facts, entries: Entries) -> Entries:
         return {"model_type": "youtu", **found}
     if facts.files.architecture == "glm-dsa":
         found |= _indexed(facts)
+    own = facts.files.architecture == "deepseek2"
+    groups, chosen = GROUPS.get(experts, (1, 1)) if own else (1, 1)
     found |= {
         "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "n_group": groups,
+        "topk_group": chosen,
         **experts_of(facts, entries),
         "n_routed_experts": experts,
         "first_k_dense_replace": first_sparse(facts),
@@ -78,8 +89,7 @@ def latent_entries(facts: Facts, entries: Entries) -> Entries:
         return {"model_type": "glm_moe_dsa", **found}
     if facts("expert_gating_func", 0) == SIGMOID or facts.has("exp_probs_b.bias"):
         return {"model_type": "deepseek_v3", **found, "num_nextn_predict_layers": 0}
-    grouped = facts("expert_group_count", 1) > 1
-    method = "group_limited_greedy" if grouped else "greedy"
+    method = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
     return {"model_type": "deepseek_v2", **found, "topk_method": method}
 
 

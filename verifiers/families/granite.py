@@ -86,7 +86,7 @@ def _hybrid_entries(facts: Facts, entries: Entries) -> Entries:
         "layer_types": kinds,
         "num_key_value_heads": max(counts),
         "num_local_experts": experts,
-        **({"num_experts_per_tok": facts("expert_used_count")} if experts else {}),
+        **({"num_experts_per_tok": facts.need("expert_used_count")} if experts else {}),
         "shared_intermediate_size": facts(
             "expert_shared_feed_forward_length", facts("feed_forward_length")
         ),

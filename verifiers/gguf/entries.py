@@ -98,7 +98,8 @@ def windows(facts: Facts, period: int) -> list[str]:
 
 
 def experts_of(facts: Facts, entries: Entries) -> Entries:
-    """Entries of a mixture."""
+    """Entries of a mixture, which has to say how many experts a row is sent to."""
+    facts.need("expert_used_count")
     return {entry: value for entry, key in EXPERTS.items() if (value := facts(key)) is not None}
 
 

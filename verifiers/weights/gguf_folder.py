@@ -16,7 +16,7 @@ from verifiers.config.gguf import config_of
 from verifiers.gguf.file import Facts, GgufFiles
 from verifiers.gguf.tokenizer import end_ids, tokenizer_files
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Goes up when other files are made of the same model."""
 
 VERSION = {"transformers_version": "5.0.0"}
