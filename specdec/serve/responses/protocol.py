@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from specdec.base.errors import SpecDecError, shown
+from specdec.base.chat.messages import readable
+from specdec.base.errors import InvalidInputError, SpecDecError, shown
 from specdec.serve.errors import RequestError, malformed
 from specdec.serve.protocol import Body, ChatRequest, warn_of
 
@@ -155,6 +156,7 @@ def _add(made: list[dict[str, Any]], place: str, item: Any) -> None:
         role, content = item.get("role"), item.get("content")
         if not isinstance(role, str):
             raise RequestError(f"{place} has no role; give one, such as user", place)
+        _check_content(place, content)
         if role == "assistant":
             _assistant(made, "content", "tool_calls")["content"] = content
         else:
@@ -177,6 +179,7 @@ def _add(made: list[dict[str, Any]], place: str, item: Any) -> None:
     elif kind == "function_call_output":
         _check_texts(place, item, "call_id")
         output = item.get("output")
+        _check_content(place, output)
         made.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
     else:
         what = f"{place} is {shown(kind if isinstance(item, Mapping) else item)}"
@@ -189,6 +192,14 @@ def _assistant(made: list[dict[str, Any]], *taken: str) -> dict[str, Any]:
     if not made or made[-1]["role"] != "assistant" or not made[-1].keys().isdisjoint(taken):
         made.append({"role": "assistant"})
     return made[-1]
+
+
+def _check_content(place: str, content: Any) -> None:
+    """Refuses what is no text by the place of its item, which is not that of the message made."""
+    try:
+        readable([{"role": "user", "content": content}])
+    except InvalidInputError as error:
+        raise RequestError(str(error).replace("message 0", place, 1), place) from error
 
 
 def _check_texts(place: str, item: Mapping[str, Any], *names: str) -> None:

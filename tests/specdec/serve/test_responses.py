@@ -24,6 +24,11 @@ from tests.specdec.serve.test_tools import BLANKS, CITY, client_of
 TOOL: Any = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": False}
 NAMED: Any = {"type": "function", "name": "get_weather"}
 ASKED: dict[str, Any] = {"model": MODEL, "input": "hi", "max_output_tokens": 200}
+CALLED: list[Any] = [
+    {"type": "function_call", "call_id": "1", "name": "get_weather", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "x"},
+]
+"""A call and its output: the first is put together with a message of the assistant."""
 BODY: dict[str, Any] = {"seed": 1, "logit_bias": BLANKS}
 
 
@@ -203,8 +208,12 @@ def test_the_thinking_of_channels_is_counted() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] is 'item_reference'"),
         ({"input": [{"type": "function_call", "call_id": "1"}]}, "name of input[0] is None"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "message 0 holds a part of type 'input_image'",
+            {"input": [*CALLED, {"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[2] holds a part of type 'input_image'",
+        ),
+        (
+            {"input": [*CALLED, {**CALLED[1], "output": {}}], "instructions": "a"},
+            "the content of input[2] is a dict; give text",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0] is 'web_search'"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "names 'x'"),
