@@ -156,7 +156,8 @@ def _cache_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:
         yield f"its layers differ in {', '.join(differing)}"
     widths = value_widths(config)
     description = describe(config)
-    if widths is not None and (description is None or description.value_dim is None):
+    narrower = description is not None and description.value_dim is not None
+    if widths is not None and not (narrower and widths[1] < widths[0]):
         yield "its keys have {} numbers per head and its values {}".format(*widths)
 
 

@@ -116,6 +116,14 @@ VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         Qwen3Config(head_dim=128, v_head_dim=64),
         "its keys have 128 numbers per head and its values 64",
     ),
+    "wide values": (
+        CONFIGS["mimo_v2_flash"](v_head_dim=24),
+        "its keys have 16 numbers per head and its values 24",
+    ),
+    "capped scores": (
+        Gemma3TextConfig(attn_logit_softcapping=50.0),
+        "its scores are capped (attn_logit_softcapping)",
+    ),
     "longrope in transformers' modules": (
         CohereConfig(rope_parameters=LONGROPE),
         "RoPE of type longrope",

@@ -29,7 +29,7 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
     own = own_entries(config, layer)
     per_layer = declared(config, "num_attention_heads_per_layer")
     heads = per_layer[layer] if per_layer else own.num_attention_heads
-    kv_heads = getattr(own, "num_key_value_heads", None) or heads
+    kv_heads = declared(own, "num_key_value_heads") or heads
     head_dim = getattr(own, "head_dim", None) or config.hidden_size // heads
     # Releases of transformers without a config per layer have entries of other names for layers of
     # full attention.

@@ -1,6 +1,6 @@
 """Gemma."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specdec.layers.experts.routing import Routing
@@ -45,6 +45,11 @@ def _gemma4(config: Any, common: Mapping[str, Any]) -> Description:
         scales_layers=True,
         layer_inputs=getattr(config, "hidden_size_per_layer_input", None) or 0,
     )
+
+
+def _against_caps(config: Any) -> Iterator[str]:
+    if config.attn_logit_softcapping is not None:  # at which transformers' class does not look
+        yield "its scores are capped (attn_logit_softcapping), and those of its type are not"
 
 
 def _scalar(facts: Facts, entries: Entries, largest: int) -> int:
@@ -120,6 +125,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family(
         describe=plain(norms_of_queries="each head", **_EMBEDDINGS, **_GEMMA2),
+        against=_against_caps,
         wrappers=("gemma3",),
         gguf={"gemma3": Gguf(_gemma3_entries, adds_one=True)},
     ),

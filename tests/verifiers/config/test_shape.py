@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from specdec.attention.backend import AttentionMetadata, HeadShape
 from specdec.attention.torch_ref.fa import TorchRefBackend
@@ -39,6 +40,13 @@ def test_layers_differ_in_their_heads() -> None:
     assert layer_kinds(config, TorchRefBackend(spec)) == [0, 1, 0, 1] and not spec.reads_others
     laguna = CONFIGS["laguna"]()
     assert [head_shape(laguna, layer).num_heads for layer in range(4)] == [6, 4, 6, 4]
+
+
+def test_key_heads_of_types_that_know_none_are_as_many_as_heads() -> None:
+    """Whatever a file says."""
+    for model_type in ("gpt2", "gpt_neox", "opt"):
+        shape = head_shape(AutoConfig.for_model(model_type, num_key_value_heads=2), 0)
+        assert shape.num_kv_heads == shape.num_heads > 2
 
 
 def test_layers_of_one_shape_have_one_backend() -> None:

@@ -51,7 +51,7 @@ def _family(gguf: str, *wrappers: str) -> Family:
     return Family(
         describe=_describe,
         partial_rope=True,
-        recurrent=Recurrent("delta", delta_sizes),
+        recurrent=Recurrent("delta", delta_sizes, same_activation=True),
         against=_against,
         prediction=PREDICTION,
         wrappers=wrappers,
