@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from specdec.base.errors import InvalidInputError
 from specdec.base.packages import require_ours
 from specdec.base.registry import drafter_name
 from specdec.cli.line_fields import OF_TEMPLATE, sampled, served
-from specdec.cli.options import load_decoder, load_pool, prompt_reader
+from specdec.cli.options import given_sampling, load_decoder, load_pool, prompt_reader
 from specdec.cli.prompts import Prompt, model_inputs
 from specdec.cli.summary import counted, describe_drafts
 from specdec.sampling.params import SamplingDefaults, SamplingParams
@@ -160,6 +160,7 @@ def _jobs(
     """What is to be decoded, by the index of its prompt; `engine` has at least a `reader`."""
     jobs: dict[int, _Job] = {}
     requests: dict[int, list[Any]] = {}
+    given = given_sampling(args, sampling)
     for index, prompt in enumerate(prompts):
         made, own, error = None, sampling, prompt.error
         if error is None and prompt.request is None and not prompt.label:
@@ -169,7 +170,7 @@ def _jobs(
                 pass
             elif prompt.request is not None:
                 if id(prompt.request) not in requests:
-                    requests[id(prompt.request)] = _request_jobs(prompt.request, sampling, engine)
+                    requests[id(prompt.request)] = _request_jobs(prompt.request, given, engine)
                 made, own = requests[id(prompt.request)][prompt.choice]
             else:
                 made, own = _line_job(args, prompt, sampling, engine)
@@ -197,10 +198,8 @@ def _line_job(
     return served("line prompt")(engine.reader, made, prompt.asked), own.for_chat()
 
 
-def _request_jobs(request: Any, sampling: SamplingParams, engine: Any) -> list[Any]:
-    """Jobs of a request of a batch file; changed options hold where it says nothing."""
-    values = {one.name: (getattr(sampling, one.name), one.default) for one in fields(sampling)}
-    given = {name: value for name, (value, default) in values.items() if value != default}
+def _request_jobs(request: Any, given: Mapping[str, Any], engine: Any) -> list[Any]:
+    """Jobs of a request of a batch file; options that were given hold where it says nothing."""
     if not hasattr(engine, "verifier"):  # where it is, the rest is looked at
         made: list[Any] = request.jobs(engine.reader, SamplingDefaults(), given, 2**31 - 1)
         return made

@@ -84,12 +84,16 @@ def engine_options(
 def sampling_options(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any
 ) -> None:
-    """The group of options that say how requests are decoded; see `add_options`."""
+    """The group of options that say how requests are decoded, by default all, which leave no trace
+    where they are not given; see `add_options`.
+    """
     group = parser.add_argument_group("sampling")
-    every = [name for name in kinds_of(SamplingParams) if name not in _ELSEWHERE]
-    add_options(group, SamplingParams, every if names is None else names, **options)
     if names is None:
+        names = [name for name in kinds_of(SamplingParams) if name not in _ELSEWHERE]
+        add_options(group, SamplingParams, names, defaults=dict.fromkeys(names, argparse.SUPPRESS))
         group.add_argument("--grammar", metavar="KIND[:TEXT]", help=GRAMMAR_HELP)
+    else:
+        add_options(group, SamplingParams, names, **options)
 
 
 def ray_options(parser: argparse.ArgumentParser) -> None:
@@ -137,12 +141,22 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The sampling that the options describe."""
     grammar = None if args.grammar is None else grammar_of(args.grammar)
-    every = [name for name in kinds_of(SamplingParams) if name not in _ELSEWHERE]
     file = getattr(args, "prediction", None)
     way_out = "--prediction takes a file of text that the output will be like"
     text = None if file is None else read_text(user_path(file, "--prediction"), way_out=way_out)
+    return SamplingParams(**_given(args), grammar=grammar, prediction=text)
+
+
+def given_sampling(args: argparse.Namespace, sampling: SamplingParams) -> dict[str, Any]:
+    """What of `sampling_params` options were given for, be it as it is by default."""
+    given = {*_given(args), "grammar", "prediction"}
+    return {name: value for name in given if (value := getattr(sampling, name)) is not None}
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    every = kinds_of(SamplingParams).keys() - _ELSEWHERE
     values = from_options(SamplingParams, args, every)
-    return SamplingParams(**values, grammar=grammar, prediction=text)
+    return {name: value for name, value in values.items() if value != ()}
 
 
 def grammar_of(option: str) -> Grammar:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from specdec.cli import line_fields
+from specdec.cli import generate, line_fields, options
 from specdec.cli.main import main
 from specdec.grammar.grammar import Grammar
+from specdec.sampling.params import SamplingParams
 from specdec.serve.batch import lines as lines_module
 from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import StreamChunk
@@ -201,6 +204,41 @@ def test_an_interrupted_run_goes_on_where_it_was(
     for before, after in zip(made, whole, strict=True):
         assert (before["id"], before["custom_id"]) == (after["id"], after["custom_id"])
         assert shown(before["response"]["body"]) == shown(after["response"]["body"])
+
+
+@pytest.mark.parametrize("url", [CHAT, TEXT])
+def test_an_option_counts_where_it_says_what_is_the_default_of_the_command(
+    url: str, decoder: SpecDecoder, tmp_path: Path, capsys: Capture
+) -> None:
+    """Which is not that of the server: it would sample, as many tokens as it likes."""
+    what = {"messages": HI} if url == CHAT else {"prompt": "abc"}
+    file, own = tmp_path / "batch.jsonl", {"temperature": 0, "max_tokens": 256}
+    file.write_text(line("a", url, {**what, **own}) + "\n" + line("b", url, what))
+    _, made, _ = run(capsys, file, "--temperature", "0", "--max-tokens", "256")
+    first, other = (shown(one["response"]["body"]) for one in made)
+    assert first == other
+
+
+def test_options_that_are_given_are_told_from_the_others() -> None:
+    """Also where they are given as they are by default."""
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    cases: list[tuple[list[str], dict[str, Any]]] = [
+        ([], {}),
+        (["--stop", "a", "--min-tokens", "0"], {"stop": ("a",), "min_tokens": 0}),
+    ]
+    for one in fields(SamplingParams):
+        if one.name in options._ELSEWHERE or one.name == "grammar" or one.default in (None, ()):
+            continue
+        flag = one.name.replace("_", "-")
+        words = [f"--{flag}", str(one.default)]
+        if isinstance(one.default, bool):
+            words = [f"--{flag}" if one.default else f"--no-{flag}"]
+        cases.append((words, {one.name: one.default}))
+    assert len(cases) > 10
+    for words, found in cases:
+        args = parser.parse_args(words)
+        assert options.given_sampling(args, options.sampling_params(args)) == found
 
 
 def without_names(given: Any) -> Any:
