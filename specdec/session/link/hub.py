@@ -243,7 +243,7 @@ class Hub:
         self, link: Link, key: int, tokens: Sequence[int], sampling: SamplingParams
     ) -> None:
         failures: Any = self._failures
-        link.check_room(len(tokens))
+        link.check_room(outputs=1, prompt_tokens=len(tokens))
         try:
             handle = self._session.submit(
                 tokens, sampling, incremental=False, text=False, stream=failures, wait=False
@@ -263,7 +263,7 @@ class Hub:
             output.handle.cancel()
 
     def _take_grammar(self, link: Link, key: int, sampling: SamplingParams) -> None:
-        link.check_room(0)
+        link.check_room(grammars=1)
         try:
             compiled = self._engine.admission.compiled_grammar(sampling)
         except Exception as error:

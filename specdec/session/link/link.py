@@ -54,16 +54,16 @@ class Link:
         self.prompt_tokens, self.numbers = 0, Numbers()
         self.untold: set[int] = set()
 
-    def check_room(self, num_tokens: int) -> None:
-        """Before it gets one more output, or grammar.
+    def check_room(self, *, outputs: int = 0, grammars: int = 0, prompt_tokens: int = 0) -> None:
+        """Before it gets so many more.
 
         Raises:
             Malformed: its own limits would have refused that.
         """
         for what, most, asked in (
-            ("outputs", self._max_outputs, len(self.outputs) + 1),
-            ("grammars", self._max_outputs, len(self.grammars) + 1),
-            ("prompt tokens", self._max_prompt_tokens, self.prompt_tokens + num_tokens),
+            ("outputs", self._max_outputs, len(self.outputs) + outputs),
+            ("grammars", self._max_outputs, len(self.grammars) + grammars),
+            ("prompt tokens", self._max_prompt_tokens, self.prompt_tokens + prompt_tokens),
         ):
             if asked > most:
                 raise Malformed(f"it asks for {asked:,} {what} at once and the limit is {most:,}")

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from specdec.grammar.grammar import Grammar
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.stream import Wire
 from specdec.serve.config import ServeConfig, fronts_for
@@ -223,6 +224,35 @@ def test_what_is_no_message_ends_its_sender_alone(tmp_path: Path) -> None:
     thread.join(HANG)
     assert not thread.is_alive()
     assert got == want
+
+
+@pytest.mark.parametrize("kinds", [("new", "new", "grammar"), ("grammar", "grammar", "new")])
+def test_outputs_and_grammars_have_rooms_of_their_own(kinds: tuple[str, ...]) -> None:
+    """A front that has as many of one as it may, and asks for the other, is not ended."""
+    pytest.importorskip("xgrammar")
+    ours, theirs = socket.socketpair()
+    faults, channel = list[str | None](), Channel(theirs)
+    hub = Hub(tiny_decoder(), on_loss=lambda lost: faults.append(lost.fault))
+    hub.add(Link(ours, 2, 6))
+    thread = threading.Thread(target=hub.run, daemon=True)
+    thread.start()
+    guided = SamplingParams(grammar=Grammar.regex("a+")).plain()
+    output = SamplingParams(max_tokens=3, ignore_eos=True).plain(), packed([5, 6, 7])
+    about: dict[str, tuple[Any, ...]] = {"new": output, "grammar": (guided,)}
+    channel.send(*((kind, key, *about[kind]) for key, kind in enumerate(kinds)))
+    told = set[int]()
+
+    def read() -> bool:
+        for kind, *given in channel.receive():
+            ended = [key for name, key, *_ in given[1] if name == "end"] if kind == "news" else []
+            told.update(given if kind == "done" else ended)
+        return told == {0, 1, 2}
+
+    wait_until(read)
+    hub.stop()
+    channel.close()
+    thread.join(HANG)
+    assert not thread.is_alive() and not faults
 
 
 def test_outputs_that_nobody_reads_go_on_and_are_told_at_once() -> None:
