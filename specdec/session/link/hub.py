@@ -160,6 +160,7 @@ class Hub:
         if self._failures.error is not None:
             failure, self._failures.error = self._failures.error, None
             self._fail(failure)
+        self._tell()  # what ended last is no output of others any more
 
     def _at_rest(self) -> bool:
         return self._session.idle or not self._links

@@ -21,7 +21,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.stream import Wire
 from specdec.serve.config import ServeConfig, fronts_for
 from specdec.serve.processes.setup import Setup
-from specdec.session.link.channel import MAX_BYTES, Channel, Facts, packed, unpacked
+from specdec.session.link.channel import MAX_BYTES, Channel, Facts, Numbers, packed, unpacked
 from specdec.session.link.hub import Hub
 from specdec.session.link.link import Link
 from tests.helpers.forked import Forked
@@ -253,6 +253,36 @@ def test_outputs_and_grammars_have_rooms_of_their_own(kinds: tuple[str, ...]) ->
     channel.close()
     thread.join(HANG)
     assert not thread.is_alive() and not faults
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_nobody_is_left_with_outputs_of_others_that_have_ended(cancelled: bool) -> None:
+    """Limits and gauges count them."""
+    hub, channels = Hub(tiny_decoder(max_num_seqs=1)), list[Channel]()
+    for _ in range(2):
+        ours, theirs = socket.socketpair()
+        hub.add(Link(ours, 3, 9))
+        channels.append(Channel(theirs))
+    thread = threading.Thread(target=hub.run, daemon=True)
+    thread.start()
+    sampling = SamplingParams(max_tokens=400 if cancelled else 5, ignore_eos=True)
+    output, told = (sampling.plain(), packed([5, 6, 7])), [0]
+
+    def outputs() -> list[int]:
+        channels[0].receive()
+        told.extend(Numbers(*one[3]).outputs for one in channels[1].receive() if one[0] == "news")
+        return told
+
+    channels[0].send(*(("new", key, *output) for key in range(3)))
+    wait_until(lambda: any(outputs()))
+    if cancelled:
+        channels[0].send(*(("cancel", key) for key in range(3)))
+    wait_until(lambda: outputs()[-1] == 0)
+    hub.stop()
+    for channel in channels:
+        channel.close()
+    thread.join(HANG)
+    assert not thread.is_alive()
 
 
 def test_outputs_that_nobody_reads_go_on_and_are_told_at_once() -> None:
