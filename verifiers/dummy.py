@@ -294,8 +294,8 @@ def experts_met(model: PreTrainedModel, rows: int, *, context: int = 8) -> float
     chosen: list[int] = []
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        # of hidden states, indices and weights
-        chosen.append(inputs[1].view(rows, context, -1)[:, -1].unique().numel())
+        if len(inputs) > 1:  # hidden states, indices and weights; Llama 4's are given rows alone
+            chosen.append(inputs[1].view(rows, context, -1)[:, -1].unique().numel())
 
     layers = [module for name, module in model.named_modules() if name.endswith(".experts")]
     hooks = [layer.register_forward_pre_hook(count) for layer in layers]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from drafters.checkpoint import read_json
-from drafters.dflash.config.config import DFlashConfig
+from drafters.dflash.config.config import DFlashConfig, entry_of
 from drafters.dflash.config.layout import parse_config
 from drafters.dflash.drafter import DFlashDrafter
 from drafters.dflash.model import DFlashModel
@@ -28,7 +28,7 @@ def dummy_config(target: Any, path: Path | None = None) -> DFlashConfig:
     """
     if path is not None:
         return parse_config(read_json(path))
-    layers, heads = target.num_hidden_layers, target.num_attention_heads
+    layers, heads = target.num_hidden_layers, entry_of(target, "num_attention_heads")
     taps = range(1, layers - 1, max(1, layers // LAYERS))[:LAYERS]
     return DFlashConfig(
         block_size=BLOCK,
@@ -37,10 +37,10 @@ def dummy_config(target: Any, path: Path | None = None) -> DFlashConfig:
         windows=(None,) * LAYERS,
         causal=(False,) * LAYERS,
         hidden_size=target.hidden_size,
-        intermediate_size=getattr(target, "intermediate_size", None) or 3 * target.hidden_size,
+        intermediate_size=entry_of(target, "intermediate_size") or 3 * target.hidden_size,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
-        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
+        num_key_value_heads=entry_of(target, "num_key_value_heads") or heads,
+        head_dim=entry_of(target, "head_dim") or target.hidden_size // heads,
         vocab_size=target.vocab_size,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         max_position_embeddings=40960,

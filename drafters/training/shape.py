@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.dflash.config.checkpoint import read_checkpoint
-from drafters.dflash.config.config import DFlashConfig, default_taps
+from drafters.dflash.config.config import DFlashConfig, default_taps, entry_of
 from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.drafter import check_fit
 from drafters.dflash.model import DFlashModel
@@ -116,15 +116,12 @@ def new_config(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashConf
         InvalidInputError: a tap or the mask token does not suit the target.
     """
     target = verifier.config
-    heads = config.heads or target.num_attention_heads
+    target_heads = entry_of(target, "num_attention_heads")
+    heads = config.heads or target_heads
     kv_heads = config.kv_heads or (
-        config.heads or getattr(target, "num_key_value_heads", None) or heads
+        config.heads or entry_of(target, "num_key_value_heads") or target_heads
     )
-    head_dim = (
-        config.head_dim
-        or getattr(target, "head_dim", None)
-        or target.hidden_size // target.num_attention_heads
-    )
+    head_dim = config.head_dim or entry_of(target, "head_dim") or target.hidden_size // target_heads
     if heads % kv_heads or head_dim % 2:
         raise InvalidInputError(
             f"{heads} query heads on {kv_heads} key heads of {head_dim}: the first must be a"
@@ -141,7 +138,7 @@ def new_config(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashConf
         causal=(True,) * sliding + (False,) * (config.layers - sliding),
         hidden_size=verifier.hidden_size,
         intermediate_size=config.intermediate
-        or getattr(target, "intermediate_size", None)  # a target of experts alone has none
+        or entry_of(target, "intermediate_size")  # a target of experts alone has none
         or 3 * verifier.hidden_size,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -149,7 +146,7 @@ def new_config(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashConf
         vocab_size=verifier.vocab_size,
         rope_parameters=_rope(getattr(target, "rope_parameters", None) or {}),
         max_position_embeddings=verifier.max_model_len,
-        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
+        rms_norm_eps=entry_of(target, "rms_norm_eps") or 1e-6,
         num_target_layers=verifier.num_layers,
         verifier_name=verifier.name,
         verifier_architectures=tuple(target.architectures or ()),

@@ -312,3 +312,11 @@ def default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ..
         return (num_target_layers // 2,)
     layers = range(num_draft_layers)
     return tuple(round(1 + i * (num_target_layers - 4) / (num_draft_layers - 1)) for i in layers)
+
+
+def entry_of(target: Any, name: str) -> Any:
+    """An entry of a target's config, of its first layer where layers differ in it; None where there
+    is none.
+    """
+    differs = name in (getattr(target, "per_layer_attributes", None) or ())
+    return getattr(target.per_layer_config[0] if differs else target, name, None)

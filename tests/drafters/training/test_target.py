@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.dflash.dummy import dummy_config
 from drafters.training.config import TrainConfig
 from drafters.training.loss.packing import Packing, out_of_rows
+from drafters.training.shape import new_config
 from drafters.training.stages import load_target
 from drafters.training.target import Target
 from specdec.base.errors import InvalidInputError
@@ -18,7 +20,12 @@ from tests.drafters.training.small import TinyVerifier, sequences
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
-from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
+from tests.helpers.tiny_models import (
+    paged_verifier,
+    piece_tokenizer,
+    plain_model,
+    random_prompts,
+)
 from verifiers.config.shape import peculiarity
 
 
@@ -48,6 +55,19 @@ def test_target_features_are_raw_layer_outputs_whatever_the_padding() -> None:
     assert_as_exact(full.head(full.features(sequences(tokens))[1]), plain.logits, exact.logits)
     with pytest.raises(InvalidInputError, match=r"taps \[1, 6\] .* choose from 0 to 5"):
         Target(TinyVerifier(), (1, 6))
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *LATENT_CONFIGS])
+def test_new_drafters_have_the_heads_of_the_first_layer(name: str) -> None:
+    """In training and with random weights; layers of Gemma 4 differ in theirs."""
+    verifier: Any = paged_verifier(plain_model(name))
+    target = verifier.config
+    made = new_config(TrainConfig(layers=1, head_dim=16), verifier, piece_tokenizer(["<pad>"]))
+    first = target.per_layer_config[0] if getattr(target, "per_layer_config", None) else target
+    for config in (made, dummy_config(target)):
+        heads = config.num_attention_heads, config.num_key_value_heads
+        assert heads == (first.num_attention_heads, first.num_key_value_heads)
+        assert config.intermediate_size == (getattr(first, "intermediate_size", None) or 96)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
