@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from specdec.base.errors import InvalidInputError, one_line
 from specdec.base.files import read_jsonl
 from specdec.base.packages import install_command
 
+logger = logging.getLogger(__name__)
+
 BUNDLED = "bundled"
 BUNDLED_FILE = Path(__file__).parent / "data" / "problems.json"
 
@@ -27,6 +30,13 @@ MT_BENCH = frozenset(
 
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 """How turns of SPEED-Bench begin that its own program has yet to fetch."""
+
+_READ = frozenset((
+    "turns", "messages", "prompt", "question", "problem", "answer", "category",
+    "id", "question_id", "task_id",
+))  # fmt: skip
+"""Fields of rows of a user's own set."""
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 Row = dict[str, Any]
 
@@ -178,6 +188,10 @@ def load_prompt_set(
         what = f"limit is {limit} and prompt set {name!r} has {len(rows)} rows"
         raise InvalidInputError(f"{what}; choose 1 to {len(rows)}")
     items = [_item(name, place, row) for place, row in rows[:limit]]
+    if name in files and name not in _SOURCES:
+        stated = {field for _, row in rows[:limit] for field in row if row[field] not in _NOTHING}
+        if unread := ", ".join(sorted(stated - _READ)):
+            logger.warning("%s: these fields are not read: %s", source, unread)
     if per_category is not None:
         if per_category < 1:
             raise InvalidInputError(f"per_category is {per_category}; it must be 1 or more rows")

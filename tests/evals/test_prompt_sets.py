@@ -56,6 +56,18 @@ def test_rows_of_local_files_become_turns(
     assert prompts.num_turns == len(turns)
 
 
+def test_fields_that_mean_nothing_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a set of one's own; those of public sets are known."""
+    row = {"question": "?", "context": "a text", "id": "1", "input": "", "system": "s"}
+    file = str(write_jsonl(tmp_path / "rag.jsonl", [row]))
+    load_prompt_set("rag", files={"rag": file})
+    assert caplog.messages == [f"{file}: these fields are not read: context, system"]
+    load_prompt_set("gsm8k", files={"gsm8k": file})
+    assert len(caplog.messages) == 1
+
+
 def test_categories_are_kept_and_rows_taken_of_each(tmp_path: Path) -> None:
     """Spec-Bench's shape, and SPEED-Bench's as its own program writes it; catches a category that
     is dropped, and the first category alone.
