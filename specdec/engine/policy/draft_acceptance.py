@@ -16,7 +16,7 @@ MEMORY, _LONG = 48, 512
 other, which a text changes little.
 """
 
-OTHERS = 4.0
+OTHERS = 3.0
 """Observations that those of earlier texts count for, once all requests of a batch are others."""
 
 FIRST_GUESS = 0.9
@@ -47,9 +47,11 @@ class _Ratio:
         share = min(1.0, OTHERS / max(self.whole, 1e-9))
         self.whole, self.part = self.whole * share, self.part * share
 
-    def value(self, guess: float) -> float:
-        """The ratio, if it was `guess` before anything was known."""
-        return (self.part + _WEIGHT * guess) / (self.whole + _WEIGHT)
+    def value(self, guess: float, more: float = 0.0) -> float:
+        """The ratio, if it was `guess` before anything was known, with so many more observations
+        that had both.
+        """
+        return (self.part + _WEIGHT * guess + more) / (self.whole + _WEIGHT + more)
 
 
 class AcceptanceEstimate:
@@ -64,7 +66,8 @@ class AcceptanceEstimate:
 
     def __init__(self, most: int, guess: float = FIRST_GUESS) -> None:
         self._positions, self._guess = [_Ratio() for _ in range(most)], guess
-        self._expected = list[float]()  # by the length of a chain, from 0 on; empty when outdated
+        # by the length of a chain, from 0 on, for each hope; empty when outdated
+        self._expected = dict[float, list[float]]()
 
     @property
     def has_evidence(self) -> bool:
@@ -86,17 +89,19 @@ class AcceptanceEstimate:
         for position in self._positions:
             position.fade()
 
-    def expected(self, k: int) -> float:
-        """Drafts that a request accepts of a chain of `k`, on average."""
-        if not self._expected:
+    def expected(self, k: int, hope: float = 0.0) -> float:
+        """Drafts that a request accepts of a chain of `k`, on average, had so many more drafts of
+        each position been accepted.
+        """
+        if hope not in self._expected:
             rate, alive, drafts = self._guess, 1.0, 0.0
-            self._expected.append(drafts)
+            expected = self._expected[hope] = [drafts]
             for position in self._positions:
-                rate = position.value(rate)
+                rate = position.value(rate, hope)
                 alive *= rate
                 drafts += alive
-                self._expected.append(drafts)
-        return self._expected[min(k, len(self._positions))]
+                expected.append(drafts)
+        return self._expected[hope][min(k, len(self._positions))]
 
 
 class Path(NamedTuple):
@@ -194,17 +199,20 @@ class BlockAcceptance:
         if self._level is not self._chain:
             self._level.fade()
 
-    def expected_tokens(self, shape: BlockShape) -> float:
-        """Tokens that a request gets from a step, on average."""
+    def expected_tokens(self, shape: BlockShape, hope: float = 0.0) -> float:
+        """Tokens that a request gets from a step, on average; for `hope` see
+        `AcceptanceEstimate.expected`.
+        """
         if shape.budget:
-            return 1 + self._shared[shape].value(_HOPE * self._chain.expected(ceil(shape.budget)))
+            guess = _HOPE * self._chain.expected(ceil(shape.budget), hope)
+            return 1 + self._shared[shape].value(guess)
         if not shape.is_tree:
-            return 1 + self._chain.expected(shape.drafts)
+            return 1 + self._chain.expected(shape.drafts, hope)
         level = self._chain if not self._level.has_evidence else self._level
-        smaller = level.expected(next(iter(self._growths)).depth)
+        smaller = level.expected(next(iter(self._growths)).depth, hope)
         drafts = smaller
         for tree, growth in self._growths.items():
-            chain = level.expected(tree.depth)
+            chain = level.expected(tree.depth, hope)
             drafts *= growth.value(_HOPE * chain / max(smaller, 1e-9))
             if tree == shape:
                 break

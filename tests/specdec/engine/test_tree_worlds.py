@@ -3,6 +3,8 @@ captures.
 """
 
 import random
+from dataclasses import replace
+from statistics import mean
 
 import pytest
 
@@ -12,7 +14,7 @@ from specdec.engine.policy.draft_acceptance import BlockAcceptance, Path
 from specdec.engine.policy.shapes import MAX_TREE_ROWS
 from tests.helpers.block_choice_world import MOST, TreeWorld, decode, pace, trees
 
-STEPS = 2000
+STEPS, LENGTH = 2000, 150
 SURE, FAIR, FLAT, WRONG = (
     (0.75, 0.12, 0.05, 0.02),
     (0.5, 0.2, 0.1, 0.05),
@@ -191,3 +193,39 @@ def test_trees_of_too_many_rows_are_not_tried(num_reqs: int) -> None:
     chosen = decode(world, trees(), steps=120 if num_reqs >= 300 else 700, seed=0).chosen
     assert all(num_reqs * shape.rows <= MAX_TREE_ROWS for shape in chosen if shape.is_tree)
     assert any(shape.is_tree for shape in chosen) is (num_reqs < 600)
+
+
+class Requests(TreeWorld):
+    """One request after another, whose drafts are as likely as `ranks` say, more or less."""
+
+    def at(self, step: int) -> TreeWorld:
+        """The world of the request that a step is for."""
+        first = min(0.85, max(0.05, random.Random(step // LENGTH).gauss(self.ranks[0], 0.13)))
+        return replace(self, ranks=(first, *(share * (1 - first) for share in self.ranks[1:])))
+
+    def texts(self, step: int) -> tuple[float, ...]:
+        return self.at(step).ranks
+
+    def tokens(self, shape: BlockShape, step: int) -> float:
+        return TreeWorld.tokens(self.at(step), shape, step)
+
+    def path(self, shape: BlockShape, step: int, mood: float, rng: random.Random) -> Path:
+        return TreeWorld.path(self.at(step), shape, step, mood, rng)
+
+
+def weak(num_reqs: int, shape: BlockShape) -> float:
+    """Milliseconds of a step of a model whose drafter was trained for a few minutes."""
+    return 1.7 + 0.05 * shape.is_tree + 0.0045 * shape.rows if shape.drafts else 1.36
+
+
+@pytest.mark.parametrize(("first", "most"), [(0.25, 0.055), (0.36, 0.02)])
+def test_drafts_that_pay_a_little_are_not_given_up(first: float, most: float) -> None:
+    """Of requests that differ the best shape of each is hardly faster, though a few drafts that are
+    refused make plain decoding look best, which tells nothing of drafts.
+    """
+    losses = []
+    for seed in range(4):
+        world, choice = Requests(weak, (first, 0.3, 0.12, 0.06)), trees(likeliest_first=True)
+        decode(world, choice, steps=600, seed=100 + seed, length=LENGTH)
+        losses.append(decode(world, choice, steps=3000, seed=seed, length=LENGTH).loss)
+    assert mean(losses) < most
