@@ -151,7 +151,8 @@ def _answers(
     from drafters.training.data.dataset import Answer
     from drafters.training.data.own import tokenized
 
-    texts, found = [tokenized(decoder, prompt.messages) for prompt in prompts], {}
+    texts = [tokenized(decoder, prompt.messages, prompt.source) for prompt in prompts]
+    found = {}
     for temperature in temperatures:
         params = [
             SamplingParams(

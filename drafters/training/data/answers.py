@@ -222,13 +222,13 @@ class _Writer:
         if prompt.token_ids:
             return list(prompt.token_ids)
         if job.said:
-            return tokenized(self.source, job.messages)
+            return tokenized(self.source, job.messages, prompt.source)
         # a prompt's answers come one after the other
         if self._last is None or self._last[0] is not prompt:
             if prompt.few_shot:
                 ids = self.source.tokenize(self._few_shot_text(prompt))
             else:
-                ids = tokenized(self.source, job.messages)
+                ids = tokenized(self.source, job.messages, prompt.source)
             self._last = prompt, ids
         return list(self._last[1])
 

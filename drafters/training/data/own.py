@@ -82,10 +82,17 @@ def chained(rows: Sequence[Row], row: Row) -> list[Row]:
     return [*rows[:-1], {**row, "spans": spans}]
 
 
-def tokenized(source: Source | SpecDecoder, messages: Messages) -> list[int]:
-    """A chat up to the answer to come, in the chat template where there is one, else as text."""
+def tokenized(source: Source | SpecDecoder, messages: Messages, place: str) -> list[int]:
+    """A chat up to the answer to come, in the chat template where there is one, else as text.
+
+    Raises:
+        InvalidInputError: the template refuses the messages, which stand at `place`.
+    """
     if source.reader.has_template:
-        return source.tokenize([{"role": role, "content": text} for role, text in messages])
+        try:
+            return source.tokenize([{"role": role, "content": text} for role, text in messages])
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{place}: {error}; leave out what it does not know") from error
     return source.tokenize("\n".join(text for _, text in messages))
 
 
@@ -166,7 +173,7 @@ def _records(source: Source, place: str, row: Row) -> list[Row]:
     for i, (role, text) in enumerate(messages):
         if role == "assistant" and i:
             answer = source.tokenizer(text + end_of_turn, add_special_tokens=False)["input_ids"]
-            prompt_ids = tokenized(source, messages[:i])
+            prompt_ids = tokenized(source, messages[:i], place)
             records = chained(records, {"prompt_ids": prompt_ids, "answer_ids": answer, **about})
     return records
 

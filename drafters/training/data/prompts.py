@@ -7,7 +7,7 @@ from random import Random
 
 from drafters.training.config import TrainConfig
 from drafters.training.data.names import FIRST_NAMES
-from drafters.training.data.rows import SYSTEM_ROLES, Messages, Row, conversation, read_rows
+from drafters.training.data.rows import Messages, Row, conversation, read_rows
 from specdec.base.errors import InvalidInputError
 
 _INTEGER = re.compile(r"(?<![\w.,/:])\d{1,5}(?![\w/:]|[.,]\d)")
@@ -109,12 +109,12 @@ def read_prompts(name: str) -> list[TrainingPrompt]:
 def _prompt(row: Row, place: str) -> TrainingPrompt | None:
     """What the users of a row say, up to a message of a tool."""
     messages = conversation(row, place)
-    known = (*SYSTEM_ROLES, "user", "assistant")
+    known = ("system", "user", "assistant")
     end = next((i for i, (role, _) in enumerate(messages) if role not in known), len(messages))
     users = [i for i, (role, text) in enumerate(messages[:end]) if role == "user" and text.strip()]
     if not users:
         return None
-    start = [(role, text) for role, text in messages[: users[0]] if role in SYSTEM_ROLES]
+    start = [(role, text) for role, text in messages[: users[0]] if role == "system"]
     answer = row.get("answer")
     told = (*start, messages[users[0]])
     said = answer if isinstance(answer, str) else None

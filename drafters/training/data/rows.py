@@ -35,7 +35,6 @@ GIVEN = ("input", "context")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Where a message may hold what came before its content."""
 CALLS = ("tool_calls", "function_call")
-SYSTEM_ROLES = ("system", "developer")
 
 _READ = frozenset((*CHATS, *PLAIN, *SYSTEM, *GIVEN, *THOUGHTS, *CALLS, "output", "answer"))
 _READ |= {"role", "from", "content", "value", "input_ids", "loss_mask", "prompt_ids", "answer_ids"}
@@ -47,6 +46,7 @@ _ROLES = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+    "developer": "system",
 }
 _TEST_SPLIT = re.compile(r"(^|[^a-z])(test|validation|heldout|eval)([^a-z]|$)", re.IGNORECASE)
 
@@ -153,7 +153,7 @@ def conversation(row: Row, place: str) -> Messages:
     if given[0] == "instruction" and isinstance(output := row.get("output"), str) and output:
         messages += (("assistant", output),)
     roles = [role for role, _ in messages]
-    start = next((i for i, role in enumerate(roles) if role in (*SYSTEM_ROLES, "user")), 0)
+    start = next((i for i, role in enumerate(roles) if role in ("system", "user")), 0)
     told = [text for name in SYSTEM if isinstance(text := row.get(name), str) and text.strip()]
     system = tuple(("system", text) for text in told if "system" not in roles)
     return (*system, *messages[start:]) if "user" in roles else ()

@@ -171,6 +171,17 @@ def test_texts_without_a_question_are_told_apart(tmp_path: Path) -> None:
     assert len(answered(tmp_path, rows)) == 4
 
 
+def test_a_chat_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    """Whether its answers are there or to be written."""
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    write_chat_target(tmp_path, refuses + TEMPLATE)
+    rows = [{"system": "w9", **chat("w10", f"w{20 + i}")} for i in range(3)]
+    for changes in ({}, {"prompts": (str(tmp_path / "own.jsonl"),), "answers_from": ()}):
+        said = r"own\.jsonl:\d: the chat template .* no system; leave out what it does not know$"
+        with pytest.raises(InvalidInputError, match=said):
+            answered(tmp_path, [*rows, chat("w11", "w12")], **changes)
+
+
 def test_tokens_that_the_target_does_not_have(tmp_path: Path) -> None:
     write_chat_target(tmp_path, TEMPLATE)
     rows = [{"input_ids": [10 + i, 99], "loss_mask": [0, 1]} for i in range(3)]

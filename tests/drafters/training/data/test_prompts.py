@@ -132,7 +132,7 @@ ROWS: list[tuple[dict[str, Any], Messages]] = [
     ({"system": "z", "messages": [{"role": "system", "content": "s"},
                                   {"role": "user", "content": "a"}]}, (("system", "s"), A)),
     ({"messages": [{"role": "developer", "content": "s"}, {"role": "user", "content": "a"}]},
-     (("developer", "s"), A)),
+     (("system", "s"), A)),
     *(({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", **called},
                      {"role": "tool", "content": "x"}, {"role": "assistant", "content": "b"}]},
        (A,))
