@@ -30,7 +30,7 @@ from evals.report.grid import cell
 from specdec.base.errors import InvalidInputError
 from specdec.cli.options import say_gpu
 from specdec.device.device import resolve_device, resolve_dtype
-from verifiers.config.shape import expert_counts
+from verifiers.config.shape import expert_counts, head_shape
 from verifiers.dummy import dummy_verifier, random_model, read_config
 from verifiers.sizes import weight_bytes
 
@@ -269,14 +269,14 @@ def flop_of(
     theirs = own.hidden_size * own.vocab_size if config.uses_teacher else 0
     heads = own.num_attention_heads * own.head_dim * own.num_hidden_layers
     ran = shape.num_hidden_layers if config.uses_teacher else max(own.target_layer_ids) + 1
-    count = shape.num_attention_heads
-    width = count * (getattr(shape, "head_dim", None) or shape.hidden_size // count)
+    shapes = [head_shape(shape, layer) for layer in range(ran)]
+    width = sum(one.num_heads * one.head_dim for one in shapes)
     return {
         "target": tokens * 2 * weights,
         "context": tokens * (6 * context + 4 * features),  # features have no gradient
         "blocks": rows * 6 * layers,
         "head": blocks * own.max_draft_tokens * (4 * head + 2 * theirs),
-        "attention": length * (tokens * 2 * width * ran + rows * 6 * heads),
+        "attention": length * (tokens * 2 * width + rows * 6 * heads),
     }
 
 

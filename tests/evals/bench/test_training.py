@@ -18,6 +18,7 @@ from evals.bench.shapes import config_file, entries, names
 from specdec.cli.main import main
 from specdec.parallel.group import Group
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_configs import CONFIGS
 
 SHAPE = {
     "model_type": "qwen3",
@@ -92,6 +93,30 @@ def test_the_work_that_is_counted_is_that_of_the_step(
     flags = ["--kl", "0.5"] if teacher else []
     assert bench(tmp_path, SHAPE, "--batch-size", "2", "--anchors", "3", *flags) == 0
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "widths"), [("gemma4", (64, 96, 64)), ("laguna", (96, 64, 96)), ("llama", (64,) * 3)]
+)
+def test_layers_whose_heads_differ_are_counted_one_by_one(
+    name: str, widths: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target runs up to the tap: three layers."""
+    found: list[float] = []
+    flop_of = training.flop_of
+
+    def stated(model: Any, config: TrainConfig, *args: Any) -> dict[str, float]:
+        parts = flop_of(model, config, *args)
+        blocks = 6 * 64 * 64 * config.anchors * config.batch_size * 4  # of 4 rows, 64 wide
+        found.append((parts["attention"] - blocks) / (64 * 64 * config.batch_size * 2))
+        return parts
+
+    monkeypatch.setattr(training, "flop_of", stated)
+    target = json.loads(json.dumps(CONFIGS[name]().to_dict(), default=str))
+    flags = ("--batch-size", "2", "--anchors", "2", "--layers", "1", "--taps", "2")
+    heads = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16")
+    assert bench(tmp_path, target, *flags, *heads) == 0
+    assert found == [sum(widths)]
 
 
 @pytest.mark.slow
