@@ -5,7 +5,7 @@ runs once per layer.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Required, TypedDict, TypeVar, Unpack
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.device.host import to_device
 from specdec.kv_cache import LayerCache
 
 Visibility = Literal["causal", "full", "ancestors"]
@@ -221,12 +222,7 @@ class AttentionMetadata:
         slot_mapping: Tensor,
     ) -> "AttentionMetadata":
         """New rows of requests whose lengths the host knows."""
-        device = block_table.device
-
-        def int32(values: Sequence[int]) -> Tensor:
-            host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-            return host.to(device, non_blocking=True)
-
+        int32 = partial(to_device, dtype=torch.int32, device=block_table.device)
         return cls(
             query_start_loc=int32([0, *accumulate(query_lens)]),
             seq_lens=int32(seq_lens),

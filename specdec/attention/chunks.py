@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.ragged import owners_of
+from specdec.device.host import to_device
 
 
 def in_chunks(metadata: AttentionMetadata, chunk: int, block_size: int) -> AttentionMetadata:
@@ -49,8 +50,7 @@ def in_chunks(metadata: AttentionMetadata, chunk: int, block_size: int) -> Atten
         [request for request, _, _ in pieces],
         [start // chunk * blocks for _, start, _ in pieces],
     ]
-    host = torch.tensor(numbers, pin_memory=metadata.block_table.is_cuda)
-    owners, first_blocks = host.to(metadata.block_table.device, non_blocking=True)
+    owners, first_blocks = to_device(numbers, torch.int64, metadata.block_table.device)
     return AttentionMetadata.packed(
         [stop - start for _, start, stop in pieces],
         [stop - start // chunk * chunk for _, start, stop in pieces],

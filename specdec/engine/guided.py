@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.blocks import BlockShape
+from specdec.device.host import host_tensor
 from specdec.engine.capture.capture import Capture
 from specdec.engine.capture.graphs import CapturedSteps, StepShape
 from specdec.engine.policy.block import Block
@@ -193,7 +194,7 @@ def run_guided(
         with timer.phase("grammar"):
             pairs = zip(requests, coming.read(), strict=True)
             packed = [_constrained(request, row, shape.drafts) for request, row in pairs]
-            step.replace(torch.tensor(packed, pin_memory=step.packed.is_cuda))
+            step.replace(host_tensor(packed, torch.int64, step.packed.device))
     launches.verify()
     with timer.phase("grammar"):
         if coming and not step.has_alternatives:
@@ -265,7 +266,7 @@ def fill(
             Exception
         ) as error:  # it goes without a mask, and ends when the step's results are read
             requests[index].fail(error)
-    return TokenMasks(words, torch.tensor(places, pin_memory=device.type == "cuda"))
+    return TokenMasks(words, host_tensor(places, torch.int64, device))
 
 
 def put(masks: TokenMasks, filled: TokenMasks) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.blocks import BlockShape
+from specdec.device.host import to_device
 from specdec.engine.requests.request import Request
 from specdec.engine.requests.scheduler import Chunk, prefill_tokens
 from specdec.engine.selection import Selection
@@ -82,7 +83,7 @@ class SlotState:
             [request.sampling for request in requests],
             [request.seed for request in requests],
             firsts=[len(request.prompt_token_ids) for request in requests],
-            pin=self.device.type == "cuda",
+            device=self.device,
         )
         self.sampling.put(slots, rows)
         self._begin_edits(requests, slots)
@@ -119,7 +120,7 @@ class SlotState:
             self.sampling.edits = Edits.none(self.num_slots, self.device)
         if self.sampling.edits is not None:
             firsts = [len(request.prompt_token_ids) for request in requests]
-            self.sampling.edits.put(slots, params, firsts, pin=self.device.type == "cuda")
+            self.sampling.edits.put(slots, params, firsts)
 
     def extend_block_tables(self, requests: Sequence[Request]) -> None:
         """Writes the entries of blocks that `requests` have got since the last call."""
@@ -290,16 +291,7 @@ class SlotState:
 
     def tensor(self, values: Sequence[Any] | NDArray[np.int64]) -> Tensor:
         """Integers, or rows of them, as int64 on the device."""
-        return self.host_tensor(values).to(self.device, non_blocking=True)
-
-    def host_tensor(self, values: Sequence[Any] | NDArray[np.int64]) -> Tensor:
-        """Integers, or rows of them, as int64 in pinned memory for an accelerator: the host would
-        wait for any other copy.
-        """
-        pinned = self.device.type == "cuda"
-        if isinstance(values, np.ndarray):  # which torch.tensor would not pin
-            return torch.from_numpy(values).pin_memory() if pinned else torch.from_numpy(values)
-        return torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
+        return to_device(values, torch.int64, self.device)
 
 
 def cache_slots(chunk: Chunk, block_size: int) -> NDArray[np.int64]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.device.host import to_device
 from specdec.sampling.params import MAX_EDITS, SamplingParams
 
 _NEVER = 2**62  # a position that no output reaches
@@ -46,8 +47,6 @@ class Edits:
         slots: Tensor,
         params: Sequence[SamplingParams],
         firsts: Sequence[int],
-        *,
-        pin: bool = False,
     ) -> None:
         """Overwrites the rows `slots` int64 [m]; the requests' outputs begin at `firsts`."""
         rows = [_entries(each, first) for each, first in zip(params, firsts, strict=True)]
@@ -56,16 +55,13 @@ class Edits:
         if not width:
             return
         padded = [row + [(0, 0, 0.0)] * (width - len(row)) for row in rows]
-        integers = torch.tensor(
-            [[entry[:2] for entry in row] for row in padded], dtype=torch.int64, pin_memory=pin
-        )
-        values = torch.tensor(
-            [[entry[2] for entry in row] for row in padded], dtype=torch.float32, pin_memory=pin
-        )
-        token_ids, ends = integers.to(slots.device, non_blocking=True).unbind(-1)
+        integers = [[entry[:2] for entry in row] for row in padded]
+        numbers = [[entry[2] for entry in row] for row in padded]
+        token_ids, ends = to_device(integers, torch.int64, slots.device).unbind(-1)
+        values = to_device(numbers, torch.float32, slots.device)
         self.token_ids[:, :width].index_copy_(0, slots, token_ids)
         self.ends[:, :width].index_copy_(0, slots, ends)
-        self.values[:, :width].index_copy_(0, slots, values.to(slots.device, non_blocking=True))
+        self.values[:, :width].index_copy_(0, slots, values)
 
     def select(self, slots: Tensor, count: int) -> Edits:
         """The first `count` entries of the rows `slots` int64 [m]; only device operations."""

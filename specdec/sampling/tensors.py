@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.sizes import power_of_two
+from specdec.device.host import CPU, host_tensor
 from specdec.sampling.edits import Edits, num_edits
 from specdec.sampling.params import SamplingParams
 
@@ -130,17 +131,17 @@ class SamplingTensors:
         *,
         firsts: Sequence[int] | None = None,
         seen: Tensor | None = None,
-        pin: bool = False,
+        device: torch.device = CPU,
     ) -> SamplingTensors:
-        """The numbers of these requests on the host, in pinned memory with `pin`; `firsts` are the
-        positions of their first output tokens, 0 when left out.
+        """The numbers of these requests on the host, to go to `device`; `firsts` are the positions
+        of their first output tokens, 0 when left out.
         """
         numbers = [[_number(p, name) for p in params] for name in _FLOATS]
-        floats = torch.tensor(numbers, dtype=torch.float32, pin_memory=pin)
+        floats = host_tensor(numbers, torch.float32, device)
         rows = [[p.top_k for p in params], list(seeds), list(firsts or [0] * len(params))]
         for asked in ([p.num_draft_tokens for p in params], [p.tree_nodes for p in params]):
             rows.append([_UNLIMITED if one is None else one for one in asked])
-        ints = torch.tensor(rows, dtype=torch.int64, pin_memory=pin)
+        ints = host_tensor(rows, torch.int64, device)
         return cls(SamplingPlan.of(params), floats, ints, seen)
 
     def put(self, slots: Tensor, other: SamplingTensors) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.triton.libraries import Rectangle
+from specdec.device.host import to_device
 from specdec.kv_cache import LayerCache
 
 SQUARES = (8192, 4096, 2048)
@@ -99,8 +100,7 @@ def plan_rectangles(metadata: AttentionMetadata, block_size: int) -> AttentionMe
     counts = [[0, *accumulate(part.num_rows for part in group)] for group in groups]
     of_parts = [part.end for part in parts] + [part.request for part in parts]
     numbers = sum(counts, of_parts)
-    values = torch.tensor(numbers, dtype=torch.int32, pin_memory=metadata.seq_lens.is_cuda)
-    there = values.to(metadata.seq_lens.device, non_blocking=True)
+    there = to_device(numbers, torch.int32, metadata.seq_lens.device)
     ends, requests, starts = there.tensor_split([len(parts), 2 * len(parts)])
     table = metadata.block_table.index_select(0, requests)
     runs, first_row, first_part = [], 0, 0

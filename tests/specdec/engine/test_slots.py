@@ -2,10 +2,6 @@
 requests of a step.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -215,26 +211,3 @@ def test_sampling_state_that_nobody_reads_is_left_out() -> None:
     floats = [[0, 0.5], [1, pytest.approx(0.9)], [0, 0], [1, 1.5], [0, 0], [0, 0]]
     ints = [[0, 0], [2**63 - 1, 2**63 - 4], [2, 2], [2**31] * 2, [2**31] * 2]
     assert rows([greedy, warm]) == [*floats, *ints]
-
-
-@pytest.mark.parametrize("values", [[3, 4], [[3], [4]], np.array([3, 4])])
-def test_numbers_of_any_kind_are_pinned(
-    values: Sequence[Any] | np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`torch.tensor` pins no array of numpy, but says so only where there is an accelerator."""
-    pinned, tensor = [], torch.tensor
-
-    def like_on_a_gpu(numbers: Any, *, dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
-        assert not (pin_memory and isinstance(numbers, np.ndarray)), "can't pin an array"
-        made = tensor(numbers, dtype=dtype)
-        return made.pin_memory() if pin_memory else made
-
-    def pin_memory(made: Tensor) -> Tensor:
-        pinned.append(made.tolist())
-        return made
-
-    state = slot_state()
-    monkeypatch.setattr(state, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch, "tensor", like_on_a_gpu)
-    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
-    assert [state.host_tensor(values).tolist()] == pinned == [np.array(values).tolist()]
