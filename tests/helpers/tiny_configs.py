@@ -77,7 +77,7 @@ _NORMS_BY_GROUP = "group_size" in signature(BambaRMSNormGated.__init__).paramete
 """Older Transformers norm all groups of Bamba and Granite together."""
 _MAMBA: Entries = {
     **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2 if _NORMS_BY_GROUP else 1},
-    "mamba_d_state": 12,
+    **{"mamba_d_state": 12, "mamba_chunk_size": 16},  # what Transformers pads a text to
 }
 _GRANITE: Entries = {
     **_MAMBA,
@@ -98,6 +98,7 @@ _ZAMBA: Entries = {
     "initializer_range": 0.1,
     "layers_block_type": ["linear_attention", "hybrid", "hybrid"] * 2,
     **{"mamba_d_state": 12, "mamba_ngroups": 2, "n_mamba_heads": 4, "adapter_rank": 6},
+    "chunk_size": 16,
 }
 _LFM2: Entries = {"layer_types": ["conv", "full_attention", "conv", "conv"], **_rope()}
 
@@ -262,6 +263,7 @@ CONFIGS: dict[str, Make] = {
         mamba_num_heads=4,
         mamba_head_dim=8,
         ssm_state_size=12,
+        chunk_size=16,
         n_groups=2,
         conv_kernel=4,
         use_bias=True,
