@@ -1,5 +1,6 @@
 """Ranks of a group as processes of this machine, over gloo."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -75,6 +76,7 @@ def _run(size: int, target: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _rank(sender: Any, target: Callable[..., Any], rank: int, *args: Any) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what the fork began with is no garbage
     try:
         # Plain bytes: tensors would be shared with a process that is about to end.
         sender.send_bytes(pickle.dumps((False, target(rank, *args))))
