@@ -13,11 +13,11 @@ gets a long block, and a text that repeats nothing gets none. A time that has no
 between those of steps that must be shorter and steps that must be longer, or is taken to be no
 longer than the shorter ones. So what may be fast is tried, at most twice the rows at a time, and a
 batch of a new size begins with what others have shown. Once as many requests have come as a batch
-has, what earlier texts have accepted counts little. Drafts are given up late, since plain decoding
-tells nothing of them. What is slower is tried again now and then, within a share of the time.
-Whatever is tried, an account of what it lost against plain decoding bounds what is lost over any
-few seconds. What is output does not depend on the choice, except that probabilistic drafts draw
-other random tokens of the same distribution.
+has, what earlier texts have accepted counts little, and drafts that did not pay are tried. What is
+slower is tried again now and then, within a share of the time. Whatever is tried, an account of
+what it lost against plain decoding bounds what is lost over any few seconds. What is output does
+not depend on the choice, except that probabilistic drafts draw other random tokens of the same
+distribution.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,12 +39,6 @@ lose against plain decoding on and on, and of the window at once.
 WINDOW, WINDOW_STEPS = 5.0, 2500
 """Seconds, and plain steps where these take longer, over which drafts may lose at most twice
 `SHARE` against plain decoding.
-"""
-
-HOPE = 0.7
-"""Drafts of each position that are thought to have been accepted beside those that were, where
-plain decoding would be chosen: it tells nothing of drafts, and a text for which they paid might
-never be given another.
 """
 
 PLAIN = BlockShape(0)
@@ -243,7 +237,7 @@ class BlockChoice:
         if PLAIN not in seconds:
             return  # what all others are compared with
         here.plain = seconds[PLAIN]
-        if self._news >= 1:
+        if news := self._news >= 1:
             self._news = 0.0
             acceptance.fade()
         allowed = (s for s in seconds if ready(s) and self._affords(here, s))
@@ -251,11 +245,9 @@ class BlockChoice:
         if not pace:
             return
         best = here.shape = min(pace, key=pace.__getitem__)
-        if not best.drafts and len(pace) > 1:
-            drafts = min((s for s in pace if s.drafts), key=pace.__getitem__)
-            if seconds[drafts] < here.plain * acceptance.expected_tokens(drafts, HOPE):
-                here.shape = drafts
-        if here.shape == best and samples[best].seconds:
+        if news and not best.drafts and len(pace) > 1:
+            here.shape = min((s for s in pace if s.drafts), key=pace.__getitem__)
+        elif samples[best].seconds:
             # what measuring each of the others would cost
             costs = {
                 s: self._num_steps(here, s)

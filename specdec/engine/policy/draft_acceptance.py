@@ -16,8 +16,11 @@ MEMORY, _LONG = 48, 512
 other, which a text changes little.
 """
 
-OTHERS = 3.0
+OTHERS = 4.0
 """Observations that those of earlier texts count for, once all requests of a batch are others."""
+
+SMALLER = 32.0
+"""Observations that a guess from smaller shapes counts for, beside those of a tree itself."""
 
 FIRST_GUESS = 0.9
 """Acceptance of a draft before anything is known; high, so that drafting is tried."""
@@ -47,11 +50,9 @@ class _Ratio:
         share = min(1.0, OTHERS / max(self.whole, 1e-9))
         self.whole, self.part = self.whole * share, self.part * share
 
-    def value(self, guess: float, more: float = 0.0) -> float:
-        """The ratio, if it was `guess` before anything was known, with so many more observations
-        that had both.
-        """
-        return (self.part + _WEIGHT * guess + more) / (self.whole + _WEIGHT + more)
+    def value(self, guess: float, weight: float = _WEIGHT) -> float:
+        """The ratio, where a `guess` counts for `weight` observations."""
+        return (self.part + weight * guess) / (self.whole + weight)
 
 
 class AcceptanceEstimate:
@@ -66,13 +67,17 @@ class AcceptanceEstimate:
 
     def __init__(self, most: int, guess: float = FIRST_GUESS) -> None:
         self._positions, self._guess = [_Ratio() for _ in range(most)], guess
-        # by the length of a chain, from 0 on, for each hope; empty when outdated
-        self._expected = dict[float, list[float]]()
+        self._expected = list[float]()  # by the length of a chain, from 0 on; empty when outdated
 
     @property
     def has_evidence(self) -> bool:
         """Whether any draft has been verified."""
-        return bool(self._positions) and self._positions[0].whole > 0
+        return self.evidence > 0
+
+    @property
+    def evidence(self) -> float:
+        """Observations of the first position."""
+        return self._positions[0].whole if self._positions else 0.0
 
     def observe(self, k: int, num_accepted: Sequence[int]) -> None:
         """Takes over one step of `k` drafts, with what each request accepted of them."""
@@ -89,19 +94,17 @@ class AcceptanceEstimate:
         for position in self._positions:
             position.fade()
 
-    def expected(self, k: int, hope: float = 0.0) -> float:
-        """Drafts that a request accepts of a chain of `k`, on average, had so many more drafts of
-        each position been accepted.
-        """
-        if hope not in self._expected:
+    def expected(self, k: int) -> float:
+        """Drafts that a request accepts of a chain of `k`, on average."""
+        if not self._expected:
             rate, alive, drafts = self._guess, 1.0, 0.0
-            expected = self._expected[hope] = [drafts]
+            self._expected.append(drafts)
             for position in self._positions:
-                rate = position.value(rate, hope)
+                rate = position.value(rate)
                 alive *= rate
                 drafts += alive
-                expected.append(drafts)
-        return self._expected[hope][min(k, len(self._positions))]
+                self._expected.append(drafts)
+        return self._expected[min(k, len(self._positions))]
 
 
 class Path(NamedTuple):
@@ -142,6 +145,8 @@ class BlockAcceptance:
         trees = sorted(shape for shape in arms if shape.is_tree and not shape.budget)
         # times as many drafts accepted of a tree as of the next smaller one
         self._growths = {tree: _Ratio(_LONG) for tree in trees}
+        # drafts accepted of a request, of late
+        self._late = {tree: _Ratio() for tree in trees}
         self._num_trees = 0  # that were verified, in steps
         # drafts accepted of a request, by step
         self._shared = {shape: _Ratio() for shape in arms if shape.budget}
@@ -166,6 +171,8 @@ class BlockAcceptance:
             self._observe_tree(shape, paths, len(num_accepted))
         else:
             self._chain.observe(shape.drafts, num_accepted)
+            for late in self._late.values():
+                late.observe(0, 0)
 
     def _observe_tree(self, shape: BlockShape, paths: Sequence[Path], num_reqs: int) -> None:
         self._num_trees += 1
@@ -192,28 +199,32 @@ class BlockAcceptance:
         sums = sum(level), *map(sum, kept.values())
         for tree, (smaller, larger) in zip(kept, pairwise(sums), strict=True):
             self._growths[tree].observe(smaller / num_reqs, larger / num_reqs)
+        for tree, late in self._late.items():
+            late.observe(num_reqs * (tree in kept), sum(kept.get(tree, ())))
 
     def fade(self) -> None:
         """See `AcceptanceEstimate.fade`; how trees do beside each other is kept."""
         self._chain.fade()
+        for late in self._late.values():
+            late.fade()
         if self._level is not self._chain:
             self._level.fade()
 
-    def expected_tokens(self, shape: BlockShape, hope: float = 0.0) -> float:
-        """Tokens that a request gets from a step, on average; for `hope` see
-        `AcceptanceEstimate.expected`.
-        """
+    def expected_tokens(self, shape: BlockShape) -> float:
+        """Tokens that a request gets from a step, on average."""
         if shape.budget:
-            guess = _HOPE * self._chain.expected(ceil(shape.budget), hope)
-            return 1 + self._shared[shape].value(guess)
+            return 1 + self._shared[shape].value(_HOPE * self._chain.expected(ceil(shape.budget)))
         if not shape.is_tree:
-            return 1 + self._chain.expected(shape.drafts, hope)
+            return 1 + self._chain.expected(shape.drafts)
         level = self._chain if not self._level.has_evidence else self._level
-        smaller = level.expected(next(iter(self._growths)).depth, hope)
-        drafts = smaller
+        smaller = level.expected(next(iter(self._growths)).depth)
+        drafts, evidence = smaller, level.evidence
         for tree, growth in self._growths.items():
-            chain = level.expected(tree.depth, hope)
+            chain = level.expected(tree.depth)
             drafts *= growth.value(_HOPE * chain / max(smaller, 1e-9))
+            late = self._late[tree]
+            drafts = late.value(drafts, SMALLER + max(0.0, evidence - late.whole))
+            evidence = late.whole
             if tree == shape:
                 break
             smaller = chain

@@ -218,14 +218,14 @@ def weak(num_reqs: int, shape: BlockShape) -> float:
     return 1.7 + 0.05 * shape.is_tree + 0.0045 * shape.rows if shape.drafts else 1.36
 
 
-@pytest.mark.parametrize(("first", "most"), [(0.25, 0.055), (0.36, 0.02)])
-def test_drafts_that_pay_a_little_are_not_given_up(first: float, most: float) -> None:
-    """Of requests that differ the best shape of each is hardly faster, though a few drafts that are
-    refused make plain decoding look best, which tells nothing of drafts.
+@pytest.mark.parametrize("first", [0.2, 0.36])
+def test_trees_of_a_weak_drafter_are_not_given_up(first: float) -> None:
+    """Of requests that differ the best shape of each is hardly faster. The likeliest path tells
+    little, as hardly any of its drafts are accepted; the trees do, of which many are.
     """
     losses = []
     for seed in range(4):
         world, choice = Requests(weak, (first, 0.3, 0.12, 0.06)), trees(likeliest_first=True)
         decode(world, choice, steps=600, seed=100 + seed, length=LENGTH)
         losses.append(decode(world, choice, steps=3000, seed=seed, length=LENGTH).loss)
-    assert mean(losses) < most
+    assert mean(losses) < 0.02
