@@ -42,16 +42,18 @@ def sampling_for(params: list[SamplingParams], repeat: int = 1) -> SamplingTenso
     """Request `i` of `len(params) * repeat` has seed `i` and setting `i % len(params)`; penalties
     have seen nothing yet.
     """
-    params = params * repeat
-    penalized = any(p.penalized for p in params)
-    sampling = tensors(params, torch.zeros(len(params), V).bool() if penalized else None)
-    sampling.ints[2] = START
-    if sampling.plan.counted:
-        sampling.counts = torch.zeros(len(params), V, dtype=torch.int32)
-    if sampling.plan.edits:
+    one, count = tensors(params), len(params) * repeat
+    ints = one.ints.repeat(1, repeat)
+    ints[1], ints[2] = torch.arange(count), START
+    sampling = SamplingTensors(one.plan, one.floats.repeat(1, repeat), ints)
+    if one.plan.penalized:
+        sampling.seen = torch.zeros(count, V).bool()
+    if one.plan.counted:
+        sampling.counts = torch.zeros(count, V, dtype=torch.int32)
+    if one.plan.edits:
         every, edits = torch.arange(len(params)), Edits.none(len(params), torch.device("cpu"))
         edits.put(every, params, [START] * len(params))
-        sampling.edits = edits.select(every, sampling.plan.edits)
+        sampling.edits = edits.select(every.repeat(repeat), one.plan.edits)
     return sampling
 
 
