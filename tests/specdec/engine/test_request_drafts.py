@@ -15,6 +15,7 @@ from specdec.engine.requests.request import Request
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from specdec.session.outputs import GenerationResult
+from tests.helpers.pairs import pairs
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import (
     paged_verifier,
@@ -73,9 +74,7 @@ def stats_of(request: Request) -> AcceptanceStats:
     return GenerationResult.of(request, "").stats
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("way", "temperature", "at_once"), pairs([*WAYS], [0.0, 0.8], [1, 3]))
 def test_none_gets_more_than_it_wants(
     target: Verifier, way: str, temperature: float, at_once: int
 ) -> None:
