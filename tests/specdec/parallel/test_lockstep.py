@@ -289,6 +289,19 @@ def test_ranks_listen_on_loopback_alone(two: SpecDecoder) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_rank_0_shares_out_a_budget(one: SpecDecoder, two: SpecDecoder) -> None:
+    """Though the other rank would verify other rows; else sums would be of different rows."""
+    for sampling in ({}, SAMPLED):
+        decoder = again(two, num_draft_tokens=7, verify_budget=1.3, seed=3)
+        assert decoder.engine.k == "1.3 of 7"
+        collective_rpc(two.verifier, parts.share_out_apart, decoder.engine)
+        asked: dict[str, Any] = {"max_tokens": 14, **sampling}
+        expected = again(one, num_draft_tokens=0, seed=3).generate(PROMPTS, **asked)
+        got = decoder.generate(PROMPTS, **asked)
+        assert written(got) == written(expected)
+        assert len({count for each in got for count in each.stats.num_verified}) > 1
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
