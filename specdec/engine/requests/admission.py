@@ -264,10 +264,11 @@ class Admission:
     def _check_tokens_of(self, sampling: SamplingParams) -> None:
         """Raises where the sampling names tokens that the target does not have."""
         size = self.verifier.vocab_size
-        ends = sampling.stop_token_ids if sampling.min_tokens else ()
-        for token in [*ends, *(token for token, _ in sampling.logit_bias)]:
-            if not 0 <= token < size:
-                what = f"logit_bias or min_tokens concerns token {token}"
+        biased = [token for token, _ in sampling.logit_bias]
+        ends = sampling.stop_token_ids if sampling.min_tokens else ()  # else they may be another's
+        for name, tokens in (("stop_token_ids", ends), ("logit_bias", biased)):
+            if wrong := [token for token in tokens if not 0 <= token < size]:
+                what = f"{name} holds token {shown(wrong[0])}"
                 raise InvalidInputError(f"{what}; ids of this model lie in [0, {size})")
         if len({*ends}) == size:
             raise InvalidInputError(

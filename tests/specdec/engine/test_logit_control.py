@@ -164,8 +164,11 @@ def test_the_models_own_ends_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"logit_bias": {VOCAB: 1.0}}, f"token {VOCAB}; ids of this model lie in"),
-        ({"min_tokens": 2, "stop_token_ids": (VOCAB + 3,)}, f"token {VOCAB + 3}; ids"),
+        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias holds token {VOCAB}; ids of this model lie in"),
+        (
+            {"min_tokens": 2, "stop_token_ids": (VOCAB + 3,)},
+            f"stop_token_ids holds token {VOCAB + 3}; ids",
+        ),
         (
             {"min_tokens": 1, "stop_token_ids": range(VOCAB)},
             f"name all {VOCAB} tokens of this model, and min_tokens",

@@ -145,6 +145,7 @@ def test_a_wrong_field_is_told_in_the_client_s_words(
         ("stop", ""),
         ("stop", ["a"] * 65),
         ("logit_bias", {"x": 1}),
+        ("logit_bias", {"999": 1}),
         ("stop_token_ids", [5] * 1025),
         ("top_p", 2),
     ],
