@@ -397,7 +397,8 @@ def test_a_model_is_what_was_converted(name: str, tmp_path: Path) -> None:
     ):
         rope = config.rope_parameters
         config.rope_parameters = {key: rope[key] for key in rope if "mrope" not in key}
-    assert different(model.config, config).keys() <= {"head_dim"}
+    # no file says the rows that Mamba-2 takes in at once, on which nothing depends
+    assert different(model.config, config).keys() <= {"head_dim", "mamba_chunk_size"}
     state = model.state_dict()
     for key, weight in weights.items():
         if key.endswith(ROUNDED):
