@@ -58,9 +58,10 @@ class Interrupts:
 
     def __init__(self, first: int, second: int) -> None:
         self.places, self._first, self._second = 0, first, second
+        self._hook = self._count  # kept, as Python 3.11 may call it when it has just let it go
 
     def __enter__(self) -> None:
-        sys.setprofile(self._count)
+        sys.setprofile(self._hook)
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
@@ -70,7 +71,7 @@ class Interrupts:
 
         def tidied(*args: Any) -> None:
             if self.places == self._first:
-                sys.setprofile(self._count)
+                sys.setprofile(self._hook)
             work(*args)
 
         return tidied
