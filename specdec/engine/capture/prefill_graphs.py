@@ -182,9 +182,9 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
                         break
 
     def _cost(self, one: PrefillShape, shape: PrefillShape) -> tuple[int, ...] | None:
-        """See `ShapeGraphs`. What pads is computed, too."""
+        """See `ShapeGraphs`. What pads is computed, too, so it is no more than what does not."""
         more_reqs, more_rows = one.num_reqs - shape.num_reqs, one.num_rows - shape.num_rows
-        fits = more_rows >= more_reqs >= 0 and one.max_rows >= shape.max_rows
+        fits = shape.num_rows >= more_rows >= more_reqs >= 0 and one.max_rows >= shape.max_rows
         return (*one[1:], one.num_reqs) if fits and one.max_seq_len >= shape.max_seq_len else None
 
     def _shape(self, spans: Spans) -> PrefillShape | None:

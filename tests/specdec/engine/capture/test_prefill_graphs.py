@@ -204,14 +204,16 @@ def test_a_larger_graph_serves_while_none_may_be_captured(case: Case) -> None:
     assert captured is not None
     spans = [(0, 5), (0, 9), (0, 3)]
     bound = min(512, engine.slots.longest)
-    for larger in (PrefillShape(8, 64, 16, bound), PrefillShape(4, 48, 48, bound)):
+    for larger in (PrefillShape(8, 64, 16, bound), PrefillShape(4, 32, 32, bound)):
         captured.obtain(larger, captured._captured)
         check_widths(captured, spans, larger)
-    captured.obtain(PrefillShape(1, 64, 64, bound), captured._captured)
+    captured.obtain(PrefillShape(1, 24, 24, bound), captured._captured)
     captured.serving = True
     shape = captured._shape(spans)
     assert shape == PrefillShape(4, 24, 16, bound)
-    assert captured.nearest(shape) == PrefillShape(4, 48, 48, bound)
+    assert captured.nearest(shape) == PrefillShape(4, 32, 32, bound)
+    few = PrefillShape(8, 24, 16, bound)
+    assert captured.nearest(few) is None, "most of its rows would pad"
     prompts = [list(range(3, 3 + end)) for _, end in spans]
     expected = [case_tokens(case, prompt) for prompt in prompts]
     requests = [
