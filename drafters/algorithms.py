@@ -11,7 +11,8 @@ _ARCHITECTURES = {
     name: algorithm
     for algorithm, names in {
         "dflash": (
-            "DFlashDraftModel DFlareDraftModel DFlashLagunaForCausalLM MuseGlimmerAssistantModel"
+            "DFlashDraftModel DFlareDraftModel DFlashLagunaForCausalLM MuseGlimmerAssistantModel "
+            "QwenDFlashDraftModel QwenDFlareDraftModel"
         ),
         "dflash2": "DFlash2DraftModel",
         "domino": "DominoDraftModel",

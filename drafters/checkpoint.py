@@ -13,6 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from drafters.keys import require, section
+from drafters.vocabulary import check_marks
 from specdec.base.checkpoint.hub import CONFIG, checkpoint_folder
 from specdec.base.checkpoint.kinds import checkpoint_config
 from specdec.base.checkpoint.tensor_files import TensorFiles
@@ -118,15 +119,22 @@ def plain_tensors(
 
 
 def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by z-lab's names, without what is the target's or can be computed."""
+    """Tensors by z-lab's names, without what is the target's or can be computed.
+
+    Raises:
+        CheckpointError: a vocabulary map that is read otherwise than it was written.
+    """
     renamed = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("model.")
         if name.startswith("midlayer."):
             name = "layers.0." + name.removeprefix("midlayer.")
         ours = not name.startswith("verifier_")
-        if ours and name != "t2d" and not name.endswith("rotary_emb.inv_freq"):
+        if ours and not name.endswith("rotary_emb.inv_freq"):
             renamed[name] = tensor
+    marks = renamed.pop("t2d", None)
+    if marks is not None and "d2t" in renamed:
+        check_marks(renamed["d2t"], marks)
     return renamed
 
 

@@ -19,23 +19,25 @@ _PARTS = re.compile(
 
 _OTHERS = {
     "add_classification_head", "add_full_attention_sink_bias", "add_swa_attention_sink_bias",
-    "attention_other_setting", "attention_projection_layout", "attn_output_gate", "attn_type_list",
-    "auto_map", "aux_loss_alpha", "block_auto_adjust_ff_dim", "block_dim", "block_ff_dim",
-    "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
-    "block_use_xavier_init", "cla_share_factor", "conv_dim", "conv_dim_out", "conv_use_xavier_init",
-    "embed_requires_grad", "ep_size", "experts_per_token", "full_attention_interval",
-    "global_head_dim", "group_norm_size", "has_no_defaults_at_init", "hybrid_block_size",
-    "hybrid_layer_pattern", "hybrid_override_pattern", "initial_context_length",
-    "language_model_only", "mlp_intermediate_size", "model_max_length", "model_type",
-    "mup_denominator", "norm_head", "norm_softmax", "num_attention_groups", "num_draft_layers",
-    "num_global_key_value_heads", "num_mtp_modules", "pruned_heads", "rotary_pct", "score_function",
-    "seq_aux", "shared_moe_mode", "swa_v_head_dim", "swiglu_limits", "target_model_name_or_path",
-    "target_model_type", "target_text_model_type", "text_config", "tf_legacy_loss", "theta",
-    "tie_embedding", "torch_dtype", "torchscript", "use_bfloat16", "use_cla", "use_grouped_topk",
-    "use_head_wise_attn_gate", "use_mtp", "use_pos_enc", "use_rmsnorm", "use_rotary_pos_emb",
-    "use_routing_bias", "yarn_only_types",
+    "attention_backend", "attention_other_setting", "attention_projection_layout",
+    "attn_output_gate", "attn_type_list", "auto_map", "aux_loss_alpha", "block_auto_adjust_ff_dim",
+    "block_dim", "block_ff_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale",
+    "block_use_swiglu", "block_use_xavier_init", "cla_share_factor", "class_num", "conv_dim",
+    "conv_dim_out", "conv_use_xavier_init", "dense_list", "embed_requires_grad", "ep_size",
+    "experts_per_token", "full_attention_interval", "global_head_dim", "group_norm_size",
+    "has_no_defaults_at_init", "hybrid_block_size", "hybrid_layer_pattern",
+    "hybrid_override_pattern", "im_end_id", "im_newline_id", "im_start_id",
+    "initial_context_length", "language_model_only", "mask_init_id", "mlp_intermediate_size",
+    "modal_type", "model_max_length", "model_type", "mup_denominator", "norm_head", "norm_softmax",
+    "num_attention_groups", "num_draft_layers", "num_global_key_value_heads", "num_mtp_modules",
+    "pool_type", "pruned_heads", "rotary_pct", "score_function", "seq_aux", "shared_moe_mode",
+    "swa_v_head_dim", "swiglu_limits", "target_model_name_or_path", "target_model_type",
+    "target_text_model_type", "text_config", "text_end_id", "text_start_id", "tf_legacy_loss",
+    "theta", "tie_embedding", "torch_dtype", "torchscript", "use_bfloat16", "use_cla",
+    "use_grouped_topk", "use_head_wise_attn_gate", "use_mrope", "use_mtp", "use_pos_enc",
+    "use_rmsnorm", "use_rotary_pos_emb", "use_routing_bias", "yarn_only_types",
 }  # fmt: skip
-"""Keys of published configs that no class declares; three are DeepSpec's and SpecForge's."""
+"""Keys of published configs that no class declares; five are of trainers."""
 
 
 _COMMON = {

@@ -1,11 +1,14 @@
 """A reduced vocabulary of drafts: the map from its tokens to the target's."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from drafters.keys import require
+
+logger = logging.getLogger(__name__)
 
 
 def target_ids(d2t: Tensor) -> Tensor:
@@ -16,6 +19,26 @@ def target_ids(d2t: Tensor) -> Tensor:
 def drafted(d2t: Tensor, vocab_size: int) -> Tensor:
     """bool [vocab_size], the target's tokens that can be drafted: `t2d` of checkpoints."""
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, target_ids(d2t), True)
+
+
+def check_marks(d2t: Tensor, t2d: Tensor) -> None:
+    """Whether a map leads to the tokens that `t2d` [vocab_size] marks; says where it does not.
+
+    Raises:
+        CheckpointError: it holds these tokens themselves in place of offsets.
+    """
+    marked = t2d.flatten().nonzero().flatten()
+    if marked.equal(target_ids(d2t.flatten()).sort().values):
+        return
+    require(
+        not marked.equal(d2t.flatten().long().sort().values),
+        "d2t holds the target's tokens themselves, as t2d marks them; it must hold what they lie"
+        " above 0, 1, 2, ..., so subtract these",
+    )
+    logger.warning(
+        "the drafter's d2t leads to other tokens than its t2d marks; d2t is taken, and drafts will"
+        " rarely be accepted if that is the wrong one"
+    )
 
 
 def without_full_map(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,8 +13,17 @@ from specdec.layers.rotary.rotary import Rope
 Layers: TypeAlias = LlamaConfig | Qwen3Config | DeepseekV3Config
 """What a head's layers may be like."""
 
+
+
+class _Llama(LlamaConfig):
+    """Llama's config for heads of any size; Transformers' own takes widths that divide alone."""
+
+    def validate_architecture(self) -> None:
+        """Nothing: `_check_heads` does."""
+
+
 _KINDS: dict[str, type[Layers]] = {
-    "llama": LlamaConfig,
+    "llama": _Llama,
     "qwen3": Qwen3Config,
     "deepseek_v3": DeepseekV3Config,
     "kimi_k2": DeepseekV3Config,
@@ -70,7 +79,7 @@ def read_layers(shape: Mapping[str, Any], architecture: str | None = None) -> La
     except Exception as error:  # whatever Transformers makes of values that passed
         what = f"the layers' part of config.json is not valid ({one_line(error)}); correct it"
         require(False, what)
-    _check_heads(layers)
+    _check_heads(layers, stated=keys.find("head_dim") is not None)
     layers.rope_parameters = whole_heads(layers.rope_parameters, layers.head_dim)
     Rope.of(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings)
     return layers
@@ -137,9 +146,14 @@ def _is_token(value: object) -> bool:
     )
 
 
-def _check_heads(layers: Layers) -> None:
-    """Refuses heads that do not divide."""
-    heads = layers.num_attention_heads
+def _check_heads(layers: Layers, *, stated: bool) -> None:
+    """Refuses heads that do not divide, and those without a `stated` size that divide no width."""
+    heads, width = layers.num_attention_heads, layers.hidden_size
+    require(
+        stated or not isinstance(layers, LlamaConfig) or width % heads == 0,
+        f"hidden_size {width} is no multiple of num_attention_heads {heads}, and config.json lacks"
+        " head_dim; add it",
+    )
     kv_heads = layers.num_key_value_heads
     head_dim = layers.head_dim
     require(

@@ -32,6 +32,8 @@ Patch = pytest.MonkeyPatch
     [
         ({"architectures": ["DFlashDraftModel"]}, "dflash"),
         ({"dflash_config": {"mask_token_id": 1}}, "dflash"),
+        ({"architectures": ["QwenDFlashDraftModel"]}, "dflash"),
+        ({"architectures": ["QwenDFlareDraftModel"]}, "dflash"),
         (
             {"architectures": ["DFlashDraftModel"], "dflash_config": {"selector_rank": 256}},
             "dflash2",

@@ -96,6 +96,7 @@ _FAMILIES = {
     "K3DSparkModel": _K3,
     "KimiK3DSpark5MLADraftModel": _K3,
     "DFlareDraftModel": Family(mixes_taps=True),
+    "QwenDFlareDraftModel": Family(mixes_taps=True),  # its authors' own name
     "DFlashLagunaForCausalLM": Family(laguna=True, partial_rope=True),
     "Gemma4DSparkModel": Family(
         gemma=True,
@@ -124,6 +125,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     if raw.get("model_type") == "k3_dspark":
         name = "K3DSparkModel"
     family = _FAMILIES.get(str(name), Family())
-    if "has_embed_tokens" in raw:  # of ModelOpt, whose DFlash leaves the block to SGLang's default
+    # ModelOpt leaves the block to SGLang's default, TorchSpec to an option with the same default.
+    if "has_embed_tokens" in raw or raw.get("model_type") == "dflash":
         family = replace(family, defaults={"block_size": 16, **family.defaults})
     return family

@@ -127,9 +127,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         ),
         final_logit_softcapping=keys.number("final_logit_softcapping") or None,
         draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
-        num_target_layers=keys.integer(
-            "target_num_hidden_layers" if family.latent else "num_target_layers"
-        ),
+        num_target_layers=_target_layers(keys, family),
         target_hidden_size=keys.integer("target_hidden_size"),
         verifier_name=verifier.get("name_or_path") or keys.find("verifier_name_or_path"),
         verifier_architectures=tuple(architectures),
@@ -202,7 +200,7 @@ def _target_layer_ids(keys: Keys, layer_count: int, *, guesses: bool) -> tuple[i
         ids = _or(named, keys.find("eagle_aux_hidden_state_layer_ids"))
         shift = 1
     if ids is None:
-        num_target_layers = _or(keys.integer("num_target_layers"), 0)
+        num_target_layers = _or(_target_layers(keys, Family()), 0)
         require(
             guesses,
             "config.json lacks target_layer_ids, the target's layers that it was trained on; add"
@@ -219,6 +217,14 @@ def _target_layer_ids(keys: Keys, layer_count: int, *, guesses: bool) -> tuple[i
     valid = isinstance(ids, list) and all(type(i) is int for i in ids)
     require(valid, f"target layer ids are {ids!r}; they must be a list of integers")
     return tuple(i - shift for i in ids)
+
+
+def _target_layers(keys: Keys, family: Family) -> int | None:
+    """Layers of the target. Where it is TorchSpec's or K3's key that counts them, the usual one
+    counts taps.
+    """
+    stated = keys.integer("target_num_hidden_layers")
+    return stated if stated is not None or family.latent else keys.integer("num_target_layers")
 
 
 def _layer_kinds(

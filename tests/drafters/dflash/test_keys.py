@@ -139,6 +139,11 @@ COPIED: dict[str, dict[str, Any]] = {
                      "transformers_version": "5.1.0", "torch_dtype": "bfloat16", "use_cache": True,
                      "initializer_range": 0.02, "attention_dropout": 0.0, "temperature": 1.0,
                      "torchscript": False, "id2label": {"0": "LABEL_0"}},
+    "AngelSlim": {"modal_type": "VLM", "attention_backend": "flex_attention"},
+    "HunYuan": {"class_num": 0, "dense_list": [2048, 0], "im_end_id": 5, "im_newline_id": 11,
+                "im_start_id": 4, "mask_init_id": 12, "pool_type": "last", "text_end_id": 7,
+                "text_start_id": 6, "use_qk_norm": True},
+    "Qwen2.5": {"use_mrope": False},
     "nothing asked for": {"made_up": None, "use_gemma_norm": False, "hidden_act": "swish"},
 }  # fmt: skip
 """What copies of a target's config carry along."""

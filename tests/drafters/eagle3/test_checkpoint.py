@@ -112,6 +112,10 @@ def test_whether_a_head_fits_is_told_from_its_config() -> None:
             "RoPE type 'dynamic' is not supported",
         ),
         ({"num_key_value_heads": 3}, "the first must be a multiple"),
+        (
+            {"num_attention_heads": 6, "head_dim": None},
+            "hidden_size 32 is no multiple of num_attention_heads 6, and config.json lacks",
+        ),
         ({"hidden_size": None}, "config.json lacks hidden_size"),
         ({"draft_vocab_size": 98}, "it must be at least 1 and at most vocab_size 97"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
@@ -145,6 +149,13 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
         {"d2t": torch.full((40,), 90)},
         "d2t does not map 40 draft tokens to distinct tokens below 97",
     ),
+    (
+        {
+            "d2t": torch.arange(40) * 2,
+            "t2d": (torch.arange(97) % 2 == 0) & (torch.arange(97) < 80),
+        },
+        "d2t holds the target's tokens themselves, as t2d marks them",
+    ),
     ({"d2t": torch.arange(40.0)}, "tensor d2t is torch.float32; it must hold integers"),
     ({"d2t": torch.arange(40, dtype=torch.bfloat16)}, "tensor d2t is torch.bfloat16; it must"),
     (
@@ -167,6 +178,17 @@ def test_tensors_that_are_refused(changes: dict[str, Any], said: str, tmp_path: 
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(path)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("marked", [40, 39])
+def test_a_map_that_leads_elsewhere_is_said(
+    marked: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the target's tokens those that drafts can be are marked, too."""
+    marks = torch.zeros(97, dtype=torch.bool).index_fill_(0, 2 * torch.arange(marked), True)
+    write_folder(tmp_path / "head", SGLANG, head_tensors(SGLANG) | {"t2d": marks})
+    read_checkpoint(tmp_path / "head")
+    assert ("leads to other tokens than its t2d marks" in caplog.text) == (marked != 40)
 
 
 def test_a_head_of_another_target(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ TAPS: dict[str, tuple[dict[str, Any], list[int]]] = {
         },
         [1, 2, 3],
     ),
+    "heads that divide no width": ({"num_attention_heads": 6, "head_dim": 8}, [2, 2, 1]),
     "DeepSpec's": ({"target_layer_ids": [0, 1, 1, 2, 2]}, [1, 2, 2, 3, 3]),
 }
 

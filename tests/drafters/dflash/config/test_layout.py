@@ -272,6 +272,19 @@ def test_block_of_model_opt(caplog: pytest.LogCaptureFixture) -> None:
     assert parse_config(raw | {"block_size": 8}).block_size == 8
 
 
+@pytest.mark.parametrize("name", ["DFlashDraftModel", "DFlareDraftModel"])
+def test_angelslim_calls_its_classes_after_the_model(name: str) -> None:
+    raw = zlab(architectures=[name])
+    assert parse_config(raw | {"architectures": [f"Qwen{name}"]}) == parse_config(raw)
+
+
+def test_layers_of_the_target_in_torchspec() -> None:
+    """Its usual key counts taps, and its block is an option of training, 16 where none is given."""
+    raw = zlab(remove=("block_size",), num_target_layers=3, target_num_hidden_layers=6)
+    config = parse_config(raw | {"model_type": "dflash"})
+    assert (config.num_target_layers, config.block_size) == (6, 16)
+
+
 @pytest.mark.parametrize("kind", ["DFlash 2", "DSpark", "SpecForge's DSpark", "Domino", "DFlare"])
 def test_taps_are_guessed_for_plain_dflash_alone(kind: str) -> None:
     raw = KINDS_OF_DRAFTERS[kind]
