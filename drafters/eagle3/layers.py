@@ -14,7 +14,6 @@ Layers: TypeAlias = LlamaConfig | Qwen3Config | DeepseekV3Config
 """What a head's layers may be like."""
 
 
-
 class _Llama(LlamaConfig):
     """Llama's config for heads of any size; Transformers' own takes widths that divide alone."""
 

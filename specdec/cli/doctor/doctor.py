@@ -34,7 +34,8 @@ ENVIRONMENT = (
     # Which GPUs there are.
     "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
     # The rest.
-    "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "SPECDEC_*",
+    "HF_HOME", "HF_HUB_OFFLINE", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
+    "SPECDEC_*",
 )  # fmt: skip
 """Variables that change what runs, of specdec and the libraries under it; * is anything."""
 

@@ -1,6 +1,8 @@
 """How many threads a CPU gets."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,21 @@ def test_threads_follow_the_quota_unless_told_otherwise(
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_that_wait_leave_the_core(variables: dict[str, str], expected: str) -> None:
+    """Set before torch reads it; catches threads that keep a busy machine's cores from each other,
+    and a user's own choice overruled.
+    """
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    code = (
+        "import specdec, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, env=kept | variables, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == [expected, "False"]
