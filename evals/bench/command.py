@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import check_writable, place_of, write_text
 from specdec.cli import options
-from specdec.cli.fields import adding, from_options
+from specdec.cli.fields import adding, check_read, from_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,6 +44,16 @@ code, editing, translation, summaries, questions, retrieval (made from the manua
 runs), or any JSONL file with --data.
 docs/evaluation.md says what is measured and how, and documents the report.
 """
+
+
+_SHAPES_ALONE = ("dummy_weights", "prompt_tokens", "verify_rows", "synthetic_acceptance")
+_DRAFTERS_ALONE = ("synthetic_spread", "divide_drafter")
+_OF_SHAPES = (
+    "attention", "block_size", "device", "drafter", "dtype", "graphs", "kv_dtype", "max_num_seqs",
+    "max_tokens", "num_draft_tokens", "out", "peer", "prefill_dtype", "repeats", "seed",
+    "tree_nodes", "warmup", "weights",
+)  # fmt: skip
+"""What options of random weights, of a drafter of such, and others that they read are called."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,22 +167,9 @@ def run(args: argparse.Namespace) -> int:
         some = {"measure": "no", "compare": "1 or 2", "show": "1"}[action]
         what = f"{action} takes {some} report files, not {len(files)}"
         raise InvalidInputError(f"{what}; see specdec bench --help")
-    if args.synthetic_acceptance and args.dummy_weights is None:
-        raise InvalidInputError("--synthetic-acceptance is for random weights; add --dummy-weights")
-    if args.divide_drafter is not None and not args.synthetic_acceptance:
-        what = "--divide-drafter is for a drafter of random weights"
-        raise InvalidInputError(f"{what}; add --synthetic-acceptance")
-    if args.ray is not None and (action != "measure" or args.dummy_weights is not None):
-        what = "--ray spreads prompt sets over engines"
-        raise InvalidInputError(f"{what}; leave it out with compare, show and --dummy-weights")
+    _check_options(args, action)
     if action == "measure" and args.dummy_weights is not None:
         from evals.bench.dummy_command import measure_dummy
-
-        if args.max_model_len is not None or args.draft_sampling != EngineConfig().draft_sampling:
-            raise InvalidInputError(
-                "prompts of --dummy-weights are as long as --prompt-tokens says, and drafts cost"
-                " nothing; leave out --max-model-len and --draft-sampling"
-            )
 
         return measure_dummy(args)
     if action == "measure":
@@ -195,6 +193,24 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError("a page shows one report; leave out --html, or the other reports")
     with of_files(*files):
         return _finish(reports, args)
+
+
+def _check_options(args: argparse.Namespace, action: str) -> None:
+    """Refuses options that this action, or the measurement that is asked for, does not look at."""
+    check = partial(check_read, args, add_arguments)
+    if action != "measure":
+        shown = ("html", "format") if action == "show" else ()
+        check(shown.__contains__, f"beside bench {action}; leave it out")
+    elif args.dummy_weights is None:
+        way = "without --dummy-weights; add that, or leave it out"
+        check(lambda name: name not in (*_SHAPES_ALONE, *_DRAFTERS_ALONE), way)
+    else:
+        if not args.synthetic_acceptance:
+            way = "of random weights without --synthetic-acceptance; add that, or leave it out"
+            drafters = (*_DRAFTERS_ALONE, "drafter", "num_draft_tokens")
+            check(lambda name: name not in drafters, way)
+        read = (*_SHAPES_ALONE, *_DRAFTERS_ALONE, *_OF_SHAPES)
+        check(read.__contains__, "beside --dummy-weights; leave it out")
 
 
 def _measure(args: argparse.Namespace) -> int:

@@ -34,14 +34,6 @@ def measure_dummy(args: argparse.Namespace) -> int:
     from verifiers import dummy
     from verifiers.config.shape import expert_counts
 
-    if args.html:
-        raise InvalidInputError("a report of --dummy-weights has no plots; leave out --html")
-    if args.format != "text":
-        raise InvalidInputError("a report of --dummy-weights has no tasks; leave out --format")
-    if args.behind_hits:
-        raise InvalidInputError("--dummy-weights asks no prompts; leave out --behind-hits")
-    if any(args.verify_budget):
-        raise InvalidInputError("--dummy-weights verifies all drafts; leave out --budget")
     check_writable(args.out)
     quantize = None if args.weights in ("as-stored", "bfloat16") else args.weights
     dummy.check_way(quantize)

@@ -184,6 +184,30 @@ def from_options(
     }
 
 
+def check_read(
+    args: argparse.Namespace,
+    declare: Callable[[argparse.ArgumentParser], None],
+    read: Callable[[str], bool],
+    way: str,
+) -> None:
+    """Whether all options that are not as by default are read by this way to run a command.
+
+    Args:
+        declare: declares the options.
+        read: by the name of a value.
+        way: what the message says behind "--option says nothing".
+
+    Raises:
+        InvalidInputError: one is not.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    declare(parser)
+    for option in parser._actions:
+        usual = option.default in (argparse.SUPPRESS, getattr(args, option.dest))
+        if option.option_strings and not usual and not read(option.dest):
+            raise InvalidInputError(f"{option.option_strings[0]} says nothing {way}")
+
+
 def whole_number(text: str) -> int:
     """Argument type: an integer; its range is checked where it is used."""
     number: int = Kind(int).parse(text)

@@ -137,7 +137,25 @@ def test_the_way_to_quantize_arrives(weights: str, tmp_path: Path, monkeypatch: 
         (["qwen3-8b", "--verify-rows", "0"], ["verify_rows is (0,)"]),
         (["qwen3-8b", "--prompt-tokens", "0"], ["prompt_tokens is (0,)"]),
         (["qwen3-8b", "--max-num-seqs", "0"], ["concurrencies is (0,)"]),
-        (["qwen3-8b", "--html", "page.html"], ["no plots"]),
+        *(
+            (["qwen3-8b", *option.split()], [f"{option.split()[0]} says nothing beside --dummy"])
+            for option in (
+                "--html page.html",
+                "--format latex",
+                "--sets gsm8k",
+                "--limit 3",
+                "--temperature 0 1",
+                "--draft-sampling greedy",
+                "--behind-hits",
+                "--budget 2",
+                "--kv-memory 1G",
+                "--ray",
+            )
+        ),
+        *(
+            (["qwen3-8b", *option.split()], ["without --synthetic-acceptance; add that"])
+            for option in ("-k 3", "--drafter ngram", "--synthetic-spread 1")
+        ),
         (["qwen3-8b", "--weights", "fp4"], ["'fp4'", "choose fp8, int4"]),
         (
             ["qwen3-8b", "--weights", "fp8", "--peer", "vllm"],

@@ -150,7 +150,7 @@ def test_a_target_with_weights_cannot_be_forced(capsys: Capture) -> None:
     with pytest.raises(InvalidInputError, match="random weights"):
         engine.runner.force([[1.0]])
     assert main(["bench", "--synthetic-acceptance", "3"]) == 2
-    assert "add --dummy-weights" in capsys.readouterr().err
+    assert "without --dummy-weights; add that" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_what_ranks_do_not_measure(drafts: Any, peers: tuple[str, ...], words: s
 
 def test_a_drafter_is_divided_only_of_random_weights(capsys: Capture) -> None:
     assert main(["bench", "--no-divide-drafter", "--dummy-weights", "nothing"]) == 2
-    assert "add --synthetic-acceptance" in capsys.readouterr().err
+    assert "without --synthetic-acceptance; add that" in capsys.readouterr().err
 
 
 def test_more_drafts_than_the_drafter_has(tmp_path: Path, capsys: Capture) -> None:
