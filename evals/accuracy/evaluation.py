@@ -80,7 +80,13 @@ def evaluate(system: System, drafter: str, config: EvalConfig, origin: dict[str,
     check_peers(config.peers)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it comments every setting
     with tempfile.TemporaryDirectory() as scratch:
-        tasks = Tasks(config.tasks, data=config.data, limit=config.limit, folder=Path(scratch))
+        tasks = Tasks(
+            config.tasks,
+            data=config.data,
+            limit=config.limit,
+            folder=Path(scratch),
+            num_fewshot=config.num_fewshot,
+        )
         sides = {"plain": system.plain(), "speculative": system}
         results, samples = {}, {}
         for name, side in sides.items():
@@ -110,7 +116,6 @@ def _results(lm: Any, tasks: Tasks, config: EvalConfig, side: str) -> dict[str, 
     """What lm-eval makes of a side's answers."""
     results = tasks.evaluate(
         lm,
-        num_fewshot=config.num_fewshot,
         apply_chat_template=config.chat,
         fewshot_as_multiturn=config.chat,
         system_instruction=config.system,

@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from evals.accuracy.bundled_task import bundled_task
 from evals.accuracy.humaneval_task import HUMANEVAL, humaneval_task
 from evals.prompt_sets import BUNDLED
-from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.errors import InvalidInputError, SpecDecError, one_line
 from specdec.base.files import read_jsonl
 from specdec.base.writing import write_text
 
@@ -33,19 +33,31 @@ class Tasks:
         names: tasks, groups or tags that generate, or "bundled".
         data: by task, a folder with one `<split>.jsonl` per split, or a JSONL file that is split
             `test`. Prompt, choice of few-shot examples and filters stay lm-eval's.
+        num_fewshot: examples in the prompts of all tasks; None takes each task's own number.
 
     Raises:
         InvalidInputError: an unknown name (the message has near ones), missing or malformed data, a
-            task that does not generate, or a limit larger than a task.
+            task that does not generate or takes no such examples, or a limit larger than a task.
     """
 
     def __init__(
-        self, names: Sequence[str], *, data: Mapping[str, str], limit: int | None, folder: Path
+        self,
+        names: Sequence[str],
+        *,
+        data: Mapping[str, str],
+        limit: int | None,
+        folder: Path,
+        num_fewshot: int | None = None,
     ) -> None:
+        if num_fewshot is not None and num_fewshot < 0:
+            raise InvalidInputError(f"num_fewshot is {num_fewshot}; it must be at least 0")
+        if BUNDLED in data:
+            what = f"task {BUNDLED!r} asks the package's own problems"
+            raise InvalidInputError(f"{what}; give --data to a task such as gsm8k")
         # The index of lm-eval's own tasks takes seconds, which our own do not need.
         theirs = set(names) - {BUNDLED, *HUMANEVAL}
         self._manager = _all_tasks() if theirs else TaskManager(include_defaults=False)
-        self._limit = limit
+        self._limit, self._num_fewshot = limit, num_fewshot
         known = [BUNDLED, *HUMANEVAL, *self._manager.all_tasks]
         for name in names:
             if name not in known:
@@ -57,6 +69,9 @@ class Tasks:
             if task.OUTPUT_TYPE != "generate_until":
                 what = f"task {name!r} scores given texts, where drafts play no part"
                 raise InvalidInputError(f"{what}; use lm-eval's own command with --model specdec")
+            if num_fewshot and task.get_config("num_fewshot") == 0:  # lm-eval keeps to none
+                what = f"num_fewshot is {num_fewshot} and task {name!r} takes no examples"
+                raise InvalidInputError(f"{what}; leave it out, or the task")
             size = len(task.eval_docs)
             if limit is not None and not 1 <= limit <= size:
                 what = f"limit is {limit} and task {name!r} has {size} samples"
@@ -69,11 +84,18 @@ class Tasks:
                 lm,
                 tasks=list(self._load().values()),
                 limit=self._limit,
+                num_fewshot=self._num_fewshot,
                 task_manager=self._manager,
                 **options,
             )
         except ImportError as error:
             raise _needs(error) from error
+        except (AssertionError, ValueError) as error:  # of lm-eval where there are too few
+            if self._num_fewshot is None or isinstance(error, SpecDecError):
+                raise
+            why = one_line(error).removeprefix("Error: ").rstrip(".")
+            what = f"num_fewshot is {self._num_fewshot}, which lm-eval does not take ({why})"
+            raise InvalidInputError(f"{what}; give fewer") from error
         return results
 
     def _load(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`specdec eval`: both sides, peers, resuming, local files, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -270,6 +271,17 @@ def test_local_files_feed_a_task_of_lm_eval(folder: Path, tmp_path: Path) -> Non
             ["needs split 'train'", "one JSONL file per split"],
         ),
         (["--data", "gsm8k=good.jsonl"], ["not among --tasks bundled"]),
+        (["--data", "bundled=good.jsonl"], ["task 'bundled' asks the package's own problems"]),
+        (["--num-fewshot", "-1"], ["num_fewshot is -1; it must be at least 0"]),
+        (["--num-fewshot", "9"], ["num_fewshot is 9", "exceeds the 4 that are", "give fewer"]),
+        (
+            ["--tasks", "gsm8k", "--data", "gsm8k=shots", "--num-fewshot", "9"],
+            ["num_fewshot is 9", "Sample larger than population", "give fewer"],
+        ),
+        (
+            ["--tasks", "humaneval", "--data", "humaneval=code.jsonl", "--num-fewshot", "1"],
+            ["num_fewshot is 1 and task 'humaneval' takes no examples"],
+        ),
         (["--drafter", "none"], ["plain decoding is always evaluated"]),
         (["--system", "Be brief."], ["--chat"]),
     ],
@@ -287,6 +299,10 @@ def test_mistakes_are_one_line(
     (tmp_path / "bad.jsonl").write_text(
         '{"question": "q", "answer": "#### 1"}\n{"question\n', encoding="utf-8"
     )
+    (tmp_path / "shots").mkdir()
+    for split in ("train", "test"):
+        shutil.copy(tmp_path / "good.jsonl", tmp_path / "shots" / f"{split}.jsonl")
+    write_jsonl(tmp_path / "code.jsonl", [{"prompt": "def f():", "canonical_solution": " return"}])
     assert evaluate(folder, tmp_path / "run", *arguments) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("specdec: error: ")
