@@ -54,6 +54,7 @@ class SequentialDrafter(Drafter):
         self.aux_layer_ids, self.forward_for_each = network.aux_layer_ids, network.mask is None
         # A pair holds the token after its position.
         self.tokens_ahead = 1 if network.feature_size else 0
+        self.reads_late = not network.feature_size
 
     @property
     def weight_bytes(self) -> int:
@@ -119,6 +120,12 @@ class BoundSequential(TokenByToken):
         self._features = torch.zeros(
             num_slots, self._size, self.network.feature_size, dtype=self._dtype, device=device
         )
+
+    def begin(self, slot: int, token_ids: Sequence[int]) -> None:
+        """See `BoundDrafter.begin`. Rows of a text that is not read are not written, as blocks of
+        it may be shared.
+        """
+        self._due[slot] = len(token_ids)
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         """Writes the rows of a prompt chunk. Of a pair whose token is not known yet the features

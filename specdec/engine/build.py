@@ -161,6 +161,7 @@ def build_engine(
         enabled=config.cache.prefix_caching,
         tokens_ahead=drafter.tokens_ahead if drafter else 0,
         late_context=drafter.late_context if drafter else False,
+        reads_late=drafter.reads_late if drafter else False,
         recurrent=recurrent,
     )
     scheduler = Scheduler(

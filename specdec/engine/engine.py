@@ -33,6 +33,7 @@ from specdec.engine.policy.planner import Planner
 from specdec.engine.policy.timing import StepClock
 from specdec.engine.requests.admission import Admission, OnTokens
 from specdec.engine.requests.outcome import take_over
+from specdec.engine.requests.reading import Reading
 from specdec.engine.requests.request import Request, Status
 from specdec.engine.requests.scheduler import Chunk
 from specdec.engine.requests.second_try import SecondTries
@@ -68,6 +69,7 @@ class SpecEngine:
         planner: decides the shape of every step's blocks.
         admission: makes and checks requests.
         runner: launches the work of a step; holds what is captured.
+        reading: says what the drafter takes over.
         second_tries: of requests whose logits were not finite.
         idle_work: what makes later steps faster, to be done one by one while there are no
             requests.
@@ -93,6 +95,12 @@ class SpecEngine:
         self.staged: Exchange | None = None
         self.last_step: Launch | None = None
         self.second_tries = SecondTries(self.scheduler, self.pool, self.kv_cache)
+        self.reading = Reading(
+            self.runner,
+            self.scheduler,
+            late=self.drafter is not None and self.drafter.reads_late,
+            max_rows=max(shape.rows for shape in parts.shapes),
+        )
         self.planner = Planner(
             parts.shapes, self.drafter, self.runner, self.scheduler, self.second_tries
         )
@@ -223,7 +231,7 @@ class SpecEngine:
         with self.timer.phase("schedule"):
             chunks, launch = self._schedule()
         if chunks:
-            self._prefill(chunks)
+            self._prefill(chunks, reads=launch.reads)
         if launch.requests:
             self._decode(launch)
             return 0 if launch.selection.plan.guided else self.pipeline_depth
@@ -273,7 +281,7 @@ class SpecEngine:
                 request.fail(error)
                 self._finish(request, "error")
 
-    def _prefill(self, chunks: list[Chunk]) -> None:
+    def _prefill(self, chunks: list[Chunk], *, reads: bool) -> None:
         """Launches the prefill of prompt chunks, and the first token of every prompt that ends
         among them.
         """
@@ -283,7 +291,8 @@ class SpecEngine:
         if not chunks:
             return
         self.second_tries.admitted(chunks)
-        table, scored = self.runner.prefill(chunks)
+        reads = self.reading.prefill(chunks, wanted=reads)
+        table, scored = self.runner.prefill(chunks, reads=reads)
         newly_started = [chunk.request for chunk in chunks if samples_first_token(chunk)]
         rows = [(chunk.request.slot, self.scheduler.prefilled(chunk)) for chunk in chunks]
         self.runner.copy_states([(slot, row) for slot, row in rows if row is not None])
@@ -294,7 +303,7 @@ class SpecEngine:
 
     def _decode(self, launch: Launch) -> None:
         """Launches a decode step."""
-        self.runner.defer(launch)
+        self.reading.plan(launch)
         self.runner.copy_states(self.scheduler.prefix.copies(launch.requests))
         self.runner.decode(launch, self.clock)
         most = launch.shape.depth + 1

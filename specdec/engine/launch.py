@@ -5,7 +5,7 @@ asynchronous copy per step brings its results back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -66,6 +66,10 @@ class Launch:
         selection: its batch.
         block: shape of the block of each request; None for the first tokens that a prefill samples.
         context: which the drafter takes over.
+        reads: the drafter takes over prompts that are prefilled beside it.
+        tries: nothing tells yet that its drafts pay.
+        prepares: it has none, so that the next one may.
+        left_out: requests whose drafts mean nothing, as the drafter has not read them.
         expected_accepted: on which the shape was chosen, see `BlockChoice.choose`.
         start: stamp from which its time counts; None where the time is not wanted.
         end: stamp of its end.
@@ -78,6 +82,10 @@ class Launch:
     selection: Selection
     block: BlockShape | None
     context: Context = "now"
+    reads: bool = True
+    tries: bool = False
+    prepares: bool = False
+    left_out: Collection[Request] = ()
     expected_accepted: float = 0.0
     start: Any = None
     end: Any = None

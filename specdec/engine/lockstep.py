@@ -3,10 +3,10 @@
 Every rank has the same scheduler, fed with the same requests and the same results, so hosts agree
 on blocks, prefixes and preemptions without a word. What only rank 0 can know goes with the message
 that begins a step: requests that have come or are cancelled, outputs that end at a stop string, and
-the shape of blocks, which is chosen by measured times. Most steps need no more than the numbers of
-one small message. The others read the results of a step when the next message comes, since only
-that says where an output ends at a stop string; on an accelerator the device has the next step to
-do meanwhile, so nothing waits.
+the shape of blocks, which is chosen by measured times, as is whether the drafter reads. Most steps
+need no more than the numbers of one small message. The others read the results of a step when the
+next message comes, since only that says where an output ends at a stop string; on an accelerator
+the device has the next step to do meanwhile, so nothing waits.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class LeadingEngine(_RankEngine):
             shape.drafts,
             shape.tree_depth,
             _bits(shape.budget),
-            self.timer.enabled,
+            self.timer.enabled + 2 * launch.reads + 4 * launch.tries,
             *state_of(self),
         ]
         cuts = [[*place, keep] for place, keep in self._cuts.items()]
@@ -167,7 +167,7 @@ class FollowingEngine(_RankEngine):
     def __init__(self, executor: Executor, *about: Any) -> None:
         super().__init__(executor, *about)
         self._requests: dict[int, Request] = {}
-        self._block = BlockShape(0)
+        self._block, self._flags = BlockShape(0), 0
         self._state: list[int] = []
         self._unread = 0  # launched steps that rank 0 has left unread
         self._reads = False  # rank 0 has read results since the last launch
@@ -193,7 +193,8 @@ class FollowingEngine(_RankEngine):
     def _plan(self, batch: Selection) -> Launch:
         """The step that rank 0 has planned."""
         self._check()
-        return Launch(batch, self._block)
+        reads, tries = bool(self._flags & 2), bool(self._flags & 4)
+        return Launch(batch, self._block, reads=reads, tries=tries)
 
     def _make_room(self) -> None:
         """Rank 0 says so each time that it has read results before it goes on."""
@@ -202,9 +203,9 @@ class FollowingEngine(_RankEngine):
 
     def _take(self, message: Message) -> Sequence[list[Any]]:
         """Takes over the numbers of a message, and where outputs end; gives the other news."""
-        _, _, drafts, tree_depth, bits, timed, *state = message.numbers
+        _, _, drafts, tree_depth, bits, self._flags, *state = message.numbers
         self._block, self._state = BlockShape(drafts, tree_depth, _float(bits)), state
-        self.timer.enabled = bool(timed)
+        self.timer.enabled = bool(self._flags & 1)
         if not message.payload:
             return ()
         cuts, messages = unpack(message.payload, {})

@@ -239,10 +239,19 @@ class StepRunner:
         """
         with self._timer.phase("prefill"):
             verify = self.verifier.forward(batch.forward, self._caches, self._aux_layer_ids)
-        if self.drafter:
+        if self.drafter and batch.reads:
             with self._timer.phase("context"):
                 self.drafter.prefill(batch, verify)
         return verify.logits
+
+    def read(self, chunks: Sequence[Chunk]) -> None:
+        """Has a drafter that `reads_late` take over tokens whose KV the target has cached."""
+        assert self.drafter is not None
+        with self._timer.phase("context"):
+            self._slots.extend_block_tables([chunk.request for chunk in chunks])
+            batch = self._slots.prefill_batch(chunks)
+            nothing = VerifyOutput(torch.empty(0, device=self._slots.device))
+            self.drafter.prefill(batch, nothing)
 
     def step_table(self, batch: DecodeBatch, out: Tensor | None = None) -> Tensor:
         """A step, and what the host wants to know; see `specdec.engine.step_table.result_table`."""
@@ -277,20 +286,6 @@ class StepRunner:
     def _looks(self) -> bool:
         # Ranks would take what they measure for different.
         return self.host_may_look and self.graphs is None and self._group is None
-
-    def defer(self, launch: Launch) -> None:
-        """Says which context the drafter takes over in a step.
-
-        Before drafts can be made again, one step without any brings the context up to date.
-        """
-        if not (most := self.max_deferred):
-            return
-        deferred = max((request.num_deferred for request in launch.requests), default=0)
-        if deferred or not launch.shape.drafts:
-            all_now = launch.shape.drafts or deferred + 1 >= most
-            launch.block, launch.context = BlockShape(0), "all" if all_now else "later"
-        for request in launch.requests:
-            request.num_deferred = request.num_deferred + 1 if launch.context == "later" else 0
 
     def decode(self, launch: Launch, clock: StepClock) -> None:
         """Launches a step: its table is on its way then. Its time counts from its `start`, the end
@@ -376,9 +371,15 @@ class StepRunner:
                 one.slot, one.prompt_token_ids, one.output_token_ids, prediction
             )
 
-    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor | None, ScoredPrompts | None]:
+    def prefill(
+        self, chunks: Sequence[Chunk], *, reads: bool = True
+    ) -> tuple[Tensor | None, ScoredPrompts | None]:
         """Writes the KV of prompt chunks and chooses the first token of every prompt that ends
         among them.
+
+        Args:
+            chunks: of prompts.
+            reads: the drafter takes over their context.
 
         Returns:
             The table of those prompts, whose requests are those of the chunks that
@@ -389,10 +390,11 @@ class StepRunner:
             self._slots.extend_block_tables([chunk.request for chunk in chunks])
         logits = None
         if self.prefill_graphs and not self._timer.enabled:
-            logits = self.prefill_graphs.run(chunks)
+            logits = self.prefill_graphs.run(chunks, reads=reads)
         if logits is None:
             with self._timer.phase("schedule"):
                 batch = self._slots.prefill_batch(chunks)
+            batch.reads = reads
             logits = self.prefill_step(batch)
         with self._timer.phase("accept"):
             self._slots.end_prefill(chunks)

@@ -43,6 +43,9 @@ class BlockPool:
     Args:
         num_blocks: blocks in the cache, the null block included; at least 2.
         snapshots: rows of the state caches that snapshots may take; None without recurrent layers.
+
+    Attributes:
+        unread: blocks in which the drafter has not written its own part.
     """
 
     def __init__(self, num_blocks: int, snapshots: Sequence[int] | None = None) -> None:
@@ -66,6 +69,7 @@ class BlockPool:
         self._free_rows = list(self._snapshots or ())
         # by block, the least recently used first
         self._snapshot_of: OrderedDict[int, Snapshot] = OrderedDict()
+        self.unread: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -196,4 +200,5 @@ class BlockPool:
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+        self.unread.discard(block)
         self.drop_snapshot(block)

@@ -60,12 +60,13 @@ class PrefillBatch:
     slots: Tensor  # int64 [num_reqs]
     # int64 [num_reqs], tokens after the chunks; 0 where it is yet to be chosen
     next_token_ids: Tensor
+    reads: bool = True  # the drafter takes over its context
 
 
 Context = Literal["now", "later", "all"]
 """Which context a drafter takes over after a step: "now" says that of the step; "later", after a
 step without drafts, lets it put that off, as long as such steps follow; and "all" has it take over
-what it has put off as well."""
+what it has put off as well. Of too many such steps one that reads late reads anew."""
 
 
 @dataclass(slots=True)

@@ -303,6 +303,9 @@ class Drafter(Protocol):
     """Whether the context of a step's tokens is cached when the next step drafts, not when the step
     commits them.
     """
+    reads_late: bool = False
+    """Whether its context can be cached at any time, by a prefill of tokens alone.
+    """
     draws_trees: bool = False
     """Whether drafts form a tree where the shape of the block asks for one. Its paths are up to
     `max_draft_tokens` long.
@@ -390,7 +393,9 @@ class BoundDrafter(Protocol):
         return
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
-        """Takes over the context of a prompt chunk."""
+        """Takes over the context of a prompt chunk; where `Drafter.reads_late`, also of any tokens
+        whose KV the target has cached before, without features.
+        """
         return
 
     def expected_accepted(self, batch: DecodeBatch) -> Tensor | None:

@@ -106,6 +106,31 @@ def same_masks() -> tuple[bool, int]:
     return least(digest, executor.group) == -least(-digest, executor.group), len(_masks)
 
 
+_reads: list[int] = []
+"""Tokens of each prefill of this rank's drafter."""
+
+
+@on_ranks
+def note_reads(engine: Any) -> None:
+    """From now on each rank counts what its drafter is given to read."""
+    _reads.clear()
+    prefill = engine.runner.drafter.prefill
+
+    def noted(batch: Any, verify: Any) -> None:
+        _reads.append(len(batch.forward.token_ids))
+        prefill(batch, verify)
+
+    engine.runner.drafter.prefill = noted
+
+
+@on_ranks
+def all_read_alike() -> tuple[bool, int]:
+    """Whether all ranks' drafters were given as much, and how many tokens that was."""
+    executor, total = current(), sum(_reads)
+    assert executor is not None
+    return least(total, executor.group) == -least(-total, executor.group), total
+
+
 @on_ranks
 def process_of_rank_1() -> int:
     """Its id, on all ranks."""

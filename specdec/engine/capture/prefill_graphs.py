@@ -61,6 +61,7 @@ class PrefillShape(NamedTuple):
     num_rows: int  # of all requests together
     max_rows: int  # bound on those of one request
     max_seq_len: int
+    reads: bool = True  # the drafter takes over the context
 
 
 class PrefillGraph(NamedTuple):
@@ -112,8 +113,8 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         # those of a replay are read before the next one
         self._logits: dict[int, Tensor] = {}
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
-        """Prefills chunks, whose requests' block tables are complete.
+    def run(self, chunks: Sequence[Chunk], *, reads: bool = True) -> Tensor | None:
+        """Prefills chunks, whose requests' block tables are complete; the drafter `reads` them.
 
         Returns:
             Logits [n, V] after the chunks that `samples_first_token`; None when nothing was done,
@@ -127,7 +128,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             return None
         spans = [(chunk.start, chunk.end) for chunk in chunks]
         shape = self._shape(spans)
-        graph = self.obtain(shape, self._captured) if shape else None
+        graph = self.obtain(shape._replace(reads=reads), self._captured) if shape else None
         widths = self._widths(spans, graph.shape) if graph else None
         if graph is None or widths is None:
             return None
@@ -185,7 +186,8 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         """See `ShapeGraphs`. What pads is computed, too, so it is no more than what does not."""
         more_reqs, more_rows = one.num_reqs - shape.num_reqs, one.num_rows - shape.num_rows
         fits = shape.num_rows >= more_rows >= more_reqs >= 0 and one.max_rows >= shape.max_rows
-        return (*one[1:], one.num_reqs) if fits and one.max_seq_len >= shape.max_seq_len else None
+        fits &= one.max_seq_len >= shape.max_seq_len and one.reads == shape.reads
+        return (*one[1:], one.num_reqs) if fits else None
 
     def _shape(self, spans: Spans) -> PrefillShape | None:
         """The smallest shape of chunks; None where there is none."""
@@ -248,7 +250,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
     def _captured(self, shape: PrefillShape) -> PrefillGraph:
         """Captures a prefill of padding alone."""
-        state, (num_reqs, num_rows, max_rows, max_seq_len) = self._state, shape
+        state, (num_reqs, num_rows, max_rows, max_seq_len, reads) = self._state, shape
         widths = np.diff(np.arange(num_reqs + 1) * num_rows // num_reqs)
         inputs = self._inputs([], shape, widths).to(state.device)
         if num_reqs not in self._logits:
@@ -277,9 +279,9 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             rows = ForwardInput(
                 token_ids, position_ids, metadata, logit_rows, rope_lens, slots, row_counts
             )
-            logits.copy_(self._forward(PrefillBatch(rows, slots, next_token_ids)))
+            logits.copy_(self._forward(PrefillBatch(rows, slots, next_token_ids, reads)))
 
-        replay = self._capture.capture(launch, PrefillShape)
+        replay = self._capture.capture(launch, (PrefillShape, reads))
         return PrefillGraph(shape, replay, inputs, logits)
 
 

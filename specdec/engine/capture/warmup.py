@@ -272,6 +272,7 @@ def _prefills(
     if num_reqs > 1 and most > 2:
         batches_of_spans.append([(0, most // 2), (1, 1 + most // 2)])
     num_eager, graphs = len(batches_of_spans), engine.runner.prefill_graphs
+    leaves_unread = engine.reading.late and engine.planner.choice is not None
     if graphs:
         batches_of_spans += graphs.spans(num_reqs, most, bounds)
     for index, spans in enumerate(batches_of_spans):
@@ -281,8 +282,10 @@ def _prefills(
         if not graphs or (bounds is not None and index < num_eager):
             yield WarmUpShape(title, launch)
             continue
-        captured = partial(launch, captured=True)
-        yield WarmUpShape(title, launch, captured, partial(_alone, graphs, captured))
+        for reads in (True, False) if leaves_unread else (True,):
+            captured = partial(launch, captured=True, reads=reads)
+            what = title if reads else f"{title}, by the target alone"
+            yield WarmUpShape(what, launch, captured, partial(_alone, graphs, captured))
 
 
 def _alone(graphs: PrefillGraphs, captured: Callable[[], None]) -> None:
@@ -361,15 +364,16 @@ def _prefill(
     sampling: SamplingParams,
     *,
     captured: bool = False,
+    reads: bool = True,
 ) -> None:
-    """The last chunks of prompts, from start to end."""
+    """The last chunks of prompts, from start to end; the drafter `reads` them, too."""
     with _with_graphs(engine, captured):
         chunks = []
         for slot, (start, end) in enumerate(spans):
             blocks = blocks_for(end, engine.slots.block_size)
             request = _request(slot, end, sampling, num_blocks=blocks)
             chunks.append(Chunk(request, start, end, admitted=True, last=True))
-        engine.runner.prefill(chunks)
+        engine.runner.prefill(chunks, reads=reads)
 
 
 @torch.inference_mode()

@@ -15,7 +15,8 @@ longer than the shorter ones. So what may be fast is tried, at most twice the ro
 batch of a new size begins with what others have shown. Once as many requests have come as a batch
 has, what earlier texts have accepted counts little, and drafts that did not pay are tried. What is
 slower is tried again now and then, within a share of the time. Whatever is tried, an account of
-what it lost against plain decoding bounds what is lost over any few seconds. What is output does
+what it lost against plain decoding, and of what a drafter had to read before, bounds what is lost
+over any few seconds. What is output does
 not depend on the choice, except that probabilistic drafts draw other random tokens of the same
 distribution.
 """
@@ -40,6 +41,9 @@ WINDOW, WINDOW_STEPS = 5.0, 2500
 """Seconds, and plain steps where these take longer, over which drafts may lose at most twice
 `SHARE` against plain decoding.
 """
+
+FEW = 4
+"""Requests that tell of a batch whether drafts pay, where the drafter would have to read them."""
 
 PLAIN = BlockShape(0)
 
@@ -78,6 +82,9 @@ class Situation:
         shape: of the next steps.
         steps: how many are left until the choice is looked at again.
         plain: seconds of a plain step; 0 before anything is known.
+        preparing: seconds by which a step took longer that brought the context up to date.
+        tries: drafts of this shape are not known to pay.
+        pays: the best shape has drafts; None before that is measured.
     """
 
     batch: Batch
@@ -85,6 +92,9 @@ class Situation:
     shape: BlockShape = PLAIN
     steps: int = 0
     plain: float = 0.0
+    preparing: float = 0.0
+    tries: bool = False
+    pays: bool | None = None
 
 
 class BlockChoice:
@@ -96,6 +106,7 @@ class BlockChoice:
 
     Attributes:
         arms: the same.
+        tries: drafts of the shape that was chosen last are not known to pay.
     """
 
     def __init__(
@@ -109,6 +120,7 @@ class BlockChoice:
         self._likeliest_first = likeliest_first
         self._times = StepTimes(self.arms, forward_for_each=forward_for_each)
         self._spare = 0.0  # seconds that may go into measuring
+        self.tries = False
         self.forget_acceptance()
 
     def forget_acceptance(self) -> None:
@@ -144,7 +156,15 @@ class BlockChoice:
         if here.steps <= 0:
             self._look(here, ready() if ready else lambda shape: True)
         here.steps -= 1
+        self.tries = here.tries
         return here.shape
+
+    def pays(self, num_reqs: int, *, sampled: bool) -> bool:
+        """Whether batches of so many requests should have drafts, as far as anything tells; else
+        those of `FEW` should.
+        """
+        here = self._situations.get((Batch(sampled, batch_bucket(num_reqs)), 0))
+        return num_reqs <= FEW if here is None or here.pays is None else here.pays
 
     def estimates(self) -> list[Estimate]:
         """What the choice goes by, the fastest shapes of a situation first."""
@@ -168,6 +188,7 @@ class BlockChoice:
         sampled: bool = False,
         expected_accepted: float = 0.0,
         paths: Sequence[Path] = (),
+        prepares: bool = False,
     ) -> None:
         """Takes over the outcome of a step.
 
@@ -179,13 +200,17 @@ class BlockChoice:
             sampled: a request in the batch samples.
             expected_accepted: what `choose` was told.
             paths: of a tree, what was accepted, by each of these requests that accepted any.
+            prepares: it had no drafts, and brought the context up to date for those of the next.
         """
         here = self._situation(num_reqs, sampled, expected_accepted)
         here.acceptance.observe(shape, num_accepted, paths)
         if seconds is not None:
-            self._times.observe(here.batch, shape, seconds)
+            if prepares:
+                loss = here.preparing = max(0.0, seconds - here.plain) if here.plain else 0.0
+            else:
+                self._times.observe(here.batch, shape, seconds)
+                loss = self._loss(here, shape)
             self._spare += SHARE * seconds
-            loss = self._loss(here, shape)
             debt = max(0.0, self._debt + loss - SHARE * seconds)
             self._debt = min(debt, 2 * self._most(here))
             if shape == here.shape and loss > 0 and self._debt + loss >= self._most(here):
@@ -210,10 +235,10 @@ class BlockChoice:
         times = self._times.seconds(here.batch).items()
         return {shape: took for shape, took in times if may_have(shape, here.batch.num_reqs)}
 
-    def _affords(self, here: Situation, shape: BlockShape) -> bool:
+    def _affords(self, here: Situation, shape: BlockShape, preparing: float) -> bool:
         """Whether what a run of steps may lose may be lost now."""
         loss = self._num_steps(here, shape) * self._loss(here, shape)
-        return loss <= 0 or self._debt + loss < self._most(here)
+        return loss <= 0 or self._debt + preparing + loss < self._most(here)
 
     def _most(self, here: Situation) -> float:
         """Seconds that may be lost at once."""
@@ -231,7 +256,9 @@ class BlockChoice:
 
     def _look(self, here: Situation, ready: Callable[[BlockShape], bool]) -> None:
         """Decides the shape of the next steps."""
-        here.shape, here.steps = PLAIN, 1
+        # What took long once may have been disturbed, so it leaves room for a trial.
+        preparing = 0.0 if here.shape.drafts else min(here.preparing, self._most(here) / 2)
+        here.shape, here.steps, here.tries = PLAIN, 1, False
         acceptance, samples = here.acceptance, self._times.of(here.batch)
         seconds = self._seconds(here)
         if PLAIN not in seconds:
@@ -240,11 +267,13 @@ class BlockChoice:
         if news := self._news >= 1:
             self._news = 0.0
             acceptance.fade()
-        allowed = (s for s in seconds if ready(s) and self._affords(here, s))
+        allowed = (s for s in seconds if ready(s) and self._affords(here, s, preparing))
         pace = {shape: seconds[shape] / acceptance.expected_tokens(shape) for shape in allowed}
         if not pace:
             return
         best = here.shape = min(pace, key=pace.__getitem__)
+        known = samples[best].seconds is not None and acceptance.has_evidence
+        here.pays = best.drafts > 0 if known else None
         if news and not best.drafts and len(pace) > 1:
             here.shape = min((s for s in pace if s.drafts), key=pace.__getitem__)
         elif samples[best].seconds:
@@ -252,6 +281,7 @@ class BlockChoice:
             costs = {
                 s: self._num_steps(here, s)
                 * max(seconds[s] * (1 - pace[best] / pace[s]), SHARE * seconds[best])
+                + preparing * (s.drafts > 0)
                 for s in pace
                 if s != best
             }
@@ -261,6 +291,7 @@ class BlockChoice:
                 self._spare = 0.0
                 here.shape = probe
         here.steps = self._num_steps(here, here.shape)
+        here.tries = here.shape != best or not known
 
     def _num_steps(self, here: Situation, shape: BlockShape) -> int:
         """Steps in a row that measure a shape."""

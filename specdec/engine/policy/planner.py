@@ -62,7 +62,7 @@ class Planner:
     def plan(self, batch: Selection) -> Launch:
         """A step of `batch`. A chain is shorter when no request has room for it."""
         requests, choice = batch.requests, self._choice(batch)
-        launch = Launch(batch, self.shapes[-1])
+        launch = Launch(batch, self.shapes[-1], reads=self._reads(batch, choice))
         if self._second_tries.concern(requests):
             launch.block = BlockShape(0)
             return launch
@@ -75,6 +75,7 @@ class Planner:
                 fresh=self._fresh(batch),
                 ready=partial(self._runner.ready, batch),
             )
+            launch.tries = choice.tries
         if batch.plan.limited and requests:
             limits = self.limits.joined(request.sampling for request in requests)
             budget = 0.0 if choice else launch.shape.budget
@@ -87,6 +88,15 @@ class Planner:
             k = self._length(shape.depth, batch)
             launch.block = BlockShape(k, budget=shape.budget if shape.budget < k else 0.0)
         return launch
+
+    def _reads(self, batch: Selection, choice: BlockChoice | None) -> bool:
+        """Whether the drafter should read prompts that are prefilled now."""
+        waiting, scheduler = self._scheduler.waiting, self._scheduler
+        if choice is None:
+            return True
+        num_reqs = min(len(scheduler.working) + len(waiting), scheduler.max_num_seqs)
+        sampled = any(not request.plan.all_greedy for request in waiting[:1])
+        return choice.pays(num_reqs, sampled=batch.sampled or sampled)
 
     def _fresh(self, batch: Selection) -> int:
         """How many requests were not in the batch before."""
@@ -123,6 +133,7 @@ class Planner:
                 sampled=launch.selection.sampled,
                 expected_accepted=launch.expected_accepted,
                 paths=outcome.paths,
+                prepares=launch.prepares,
             )
 
     def _choice(self, batch: Selection) -> BlockChoice | None:

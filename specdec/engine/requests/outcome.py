@@ -17,7 +17,8 @@ class Outcome:
 
     Attributes:
         requests: that had not ended before and have got tokens.
-        num_accepted: drafts accepted, by each of these that takes all drafts that there are.
+        num_accepted: drafts accepted, by each of these that takes all drafts that there are, and
+            was not left out.
         paths: of a tree, what was accepted by each of those that accepted any.
         ended: of these, who ends and why; not yet taken out of the schedule.
         filled: of these, whose blocks may have become full.
@@ -60,7 +61,8 @@ def take_over(launch: Launch) -> Outcome:
                 continue
             outcome.requests.append(request)
             limited = any_limited and request.plan.limited
-            if not limited:  # those tell nothing of a shape
+            tells = not limited and request not in launch.left_out  # of a shape
+            if tells:
                 outcome.num_accepted.append(num_accepted)
             tokens = token_ids[first : first + num_accepted + 1]
             known, start = len(request.output_token_ids), request.num_kv_tokens
@@ -71,7 +73,7 @@ def take_over(launch: Launch) -> Outcome:
                 if request.num_kv_tokens >= request.offers_from:
                     outcome.filled.append(request)
                     outcome.starts.append(start)
-            if tree and num_accepted and not limited:
+            if tree and num_accepted and tells:
                 outcome.paths.append(Path(columns.rows[tree], columns.ranks[tree]))
             is_last = known + num_accepted + 1 >= request.max_output_tokens
             if not is_last and request.stop_ids.isdisjoint(tokens) and not request.on_tokens:

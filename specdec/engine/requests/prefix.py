@@ -2,10 +2,11 @@
 when another one begins alike.
 
 A block is offered once all its tokens are committed and target and drafter have written what they
-keep of them. A prefill does so chunk by chunk. Of generated tokens the host learns when it reads a
-step's result. By then the step has run, or lies before everything that is still to be launched, and
-no later step writes to positions that it committed. Such keys and values were computed among
-drafts, so in low precision they may round otherwise than those of a prefill.
+keep of them; a drafter that can read them later may still have to. A prefill does so chunk by
+chunk. Of generated tokens the host learns when it reads a step's result. By then the step has run,
+or lies before everything that is still to be launched, and no later step writes to positions that
+it committed. Such keys and values were computed among drafts, so in low precision they may round
+otherwise than those of a prefill.
 """
 
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ class PrefixCache:
         block_size: tokens per block.
         enabled: False neither finds nor offers anything.
         tokens_ahead: see `specdec.model.core.Drafter.tokens_ahead`.
-        late_context: see `specdec.model.core.Drafter.late_context`.
+        late_context, reads_late: see `specdec.model.core.Drafter`.
         recurrent: layers keep states, which are to be kept along with blocks.
 
     Attributes:
@@ -69,10 +70,12 @@ class PrefixCache:
         enabled: bool,
         tokens_ahead: int = 0,
         late_context: bool = False,
+        reads_late: bool = False,
         recurrent: bool = False,
     ) -> None:
         self.pool, self.block_size, self.enabled = pool, block_size, enabled
         self._ahead, self._late, self._recurrent = tokens_ahead, late_context, recurrent
+        self._reads_late = reads_late
         self.counts = PrefixCounts()
         self._sequences: dict[int, _Sequence] = {}  # by request id, from the first try to admit it
 
@@ -162,12 +165,23 @@ class PrefixCache:
         """
         if not self.enabled:
             return
-        if context != "later":
-            self._offer(request, start if self._late else request.num_kv_tokens)
+        if context != "later" and not request.unread:
+            end = start if self._late else request.num_kv_tokens
+            self.read(request, end)
+            self._offer(request, end)
+        elif self._reads_late:
+            self._offer(request, request.num_kv_tokens)
         if self._recurrent:
             num_in_state = request.num_kv_tokens if plain else start
             self._sequences[request.request_id].num_in_state = num_in_state
             self._settle(request)
+
+    def read(self, request: Request, end: int) -> None:
+        """Notes that the drafter has cached the context of a request's tokens up to `end`."""
+        if end > request.num_read:
+            blocks = slice(request.num_read // self.block_size, end // self.block_size)
+            self.pool.unread.difference_update(request.block_ids[blocks])
+            request.num_read = end
 
     def copies(self, requests: Sequence[Request]) -> list[tuple[int, int]]:
         """Slots and rows to which their recurrent states are to be copied before the next step of
@@ -221,7 +235,10 @@ class PrefixCache:
         if full > sequence.num_offered:
             digests = self._digests(request, request.token_ids)
             for index in range(sequence.num_offered, full):
-                self.pool.publish(request.block_ids[index], digests[index])
+                block = request.block_ids[index]
+                if self._reads_late and (index + 1) * self.block_size > request.num_read:
+                    self.pool.unread.add(block)
+                self.pool.publish(block, digests[index])
             sequence.num_offered = full
         request.offers_from = 0 if self._recurrent else (sequence.num_offered + 1) * self.block_size
 

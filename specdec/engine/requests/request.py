@@ -41,8 +41,8 @@ class Request:
     Set by the engine as results arrive: `output_token_ids`, all log-probabilities, `finish_reason`,
     `error`, `steps`. Set by the scheduler and the engine between steps: `status`, `slot`,
     `block_ids`, `num_scored`, `num_prefilled`, `snapshot`, `parts_at`, `num_cached_tokens`,
-    `offers_from`, `num_deferred`, `num_kv_tokens`, `num_in_flight`, `num_tries`, `tried_at`,
-    `num_unread`.
+    `offers_from`, `num_deferred`, `num_read`, `unread`, `num_kv_tokens`, `num_in_flight`,
+    `num_tries`, `tried_at`, `num_unread`.
 
     Every step goes through hundreds of these, so what it looks at are plain numbers.
     """
@@ -86,6 +86,8 @@ class Request:
     # of those, the tokens found in the cache when it was first admitted
     num_cached_tokens: int | None = None
     num_deferred: int = 0  # last steps whose context the drafter has put off
+    num_read: int = 0  # tokens whose context the drafter has cached, at least
+    unread: bool = False  # it lacks more than what it has put off
     # L from which on a block may be full that is not yet offered to other requests
     offers_from: int = 0
     num_kv_tokens: int = 0  # L, as far as results have been read

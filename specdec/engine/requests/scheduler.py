@@ -3,6 +3,7 @@
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from specdec.engine.requests.prefix import PrefixCache
 from specdec.engine.requests.request import Request, Status
@@ -265,6 +266,8 @@ class Scheduler:
             return False
         request.block_ids = cached + self.pool.allocate(missing)
         request.num_prefilled = len(cached) * self.block_size
+        read = takewhile(lambda block: block not in self.pool.unread, cached)
+        request.num_read = sum(1 for _ in read) * self.block_size
         self.prefix.admit(request, cached, len(tokens))
         request.slot = self._free_slots.pop()
         request.status = Status.PREFILLING

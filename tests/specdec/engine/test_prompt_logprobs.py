@@ -163,9 +163,9 @@ def test_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(max_prefill_tokens=100)
     rows, prefill = [], engine.runner.prefill
 
-    def counting(chunks: Sequence[Chunk]) -> Any:
+    def counting(chunks: Sequence[Chunk], *, reads: bool = True) -> Any:
         rows.append(sum(len(chunk.rows_to_score) for chunk in chunks))
-        return prefill(chunks)
+        return prefill(chunks, reads=reads)
 
     engine.runner.prefill = counting  # type: ignore[method-assign]
     results = finish(

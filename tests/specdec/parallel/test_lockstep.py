@@ -19,6 +19,7 @@ import torch
 
 from evals.accuracy.scoring import score
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
+from specdec.base.blocks import BlockShape
 from specdec.base.errors import SpecDecError
 from specdec.cli.main import main
 from specdec.parallel import executor as executors
@@ -94,6 +95,29 @@ def test_tokens_are_those_of_one_process(
     )
     assert written(got) == written(expected)
     assert k == "auto" or [result.stats for result in got] == [result.stats for result in expected]
+
+
+def test_ranks_read_what_rank_0_reads(
+    folder: Path, one: SpecDecoder, two: SpecDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft model, which reads a few requests late; catches a rank that reads others."""
+    results = list[Any]()
+    for decoder in (one, two):
+        drafter = find_drafter(str(folder))(decoder.verifier)
+        config = EngineConfig(max_num_seqs=6, num_draft_tokens="auto", max_prefill_tokens=7)
+        made = SpecDecoder(decoder.verifier, decoder.tokenizer, drafter, config)
+        choice: Any = made.engine.planner.choice
+        turns = iter([*[0] * 25, *[3] * 400])
+        monkeypatch.setattr(choice, "pays", lambda *_, **__: False)
+        monkeypatch.setattr(choice, "tries", True)
+        monkeypatch.setattr(choice, "choose", lambda *_, turns=turns, **__: BlockShape(next(turns)))
+        if decoder is two:
+            collective_rpc(two.verifier, parts.note_reads, made.engine)
+        prompts = [*PROMPTS, [8, 9], [7]]
+        results.append(written(made.generate(prompts, max_tokens=40, ignore_eos=True)))
+    assert results[0] == results[1]
+    alike, num_read = collective_rpc(two.verifier, parts.all_read_alike)
+    assert alike and 0 < num_read < sum(map(len, PROMPTS)) + 4 * 40
 
 
 def test_what_comes_ends_and_is_cancelled_on_rank_0_alone(

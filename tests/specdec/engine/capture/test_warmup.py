@@ -2,6 +2,7 @@
 can tell.
 """
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import specdec.device.device
+from drafters.draft_model.drafter import DraftModel
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.base.config import CacheConfig, EngineConfig
@@ -104,6 +106,32 @@ def test_nothing_is_captured_afterwards(case: Case, drafter: str, changes: dict[
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_prefills_that_a_draft_model_leaves_unread_are_captured(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As are those that it reads; both serve later."""
+    model = paged_verifier(plain_model("qwen3"))
+    drafter = DraftModel(model, case.verifier, max_draft_tokens=1)
+    monkeypatch.setitem(DRAFTERS, "draft model", lambda case: drafter)
+    engine = new_engine(case, "draft model", capture=True, num_draft_tokens="auto")
+    warm(engine)
+    before, served = captured(engine), list[bool]()
+    turns, prefill = cycle([True, False]), engine.runner.prefill_graphs
+    assert engine.planner.choice and prefill
+    monkeypatch.setattr(engine.planner.choice, "pays", lambda *_, **__: next(turns))
+    obtain = prefill.obtain
+
+    def noted(shape: Any, capture: Any) -> Any:
+        served.append(shape.reads)
+        return obtain(shape, capture)
+
+    monkeypatch.setattr(prefill, "obtain", noted)
+    requests = run(engine, list(case.outputs))
+    assert captured(engine) == before and {*served} == {True, False}
+    assert [r.output_token_ids for r in requests] == beginnings(case, requests)
+
+
 def test_steady_steps_are_captured_apart(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of requests that are all long enough, and those of others, at every bound where both
     occur.

@@ -247,9 +247,9 @@ def test_shared_prefix_is_computed_once(
     prefilled: list[int] = []
     original = engine._prefill
 
-    def counted(chunks: list[Chunk]) -> None:
+    def counted(chunks: list[Chunk], *, reads: bool) -> None:
         prefilled.append(sum(chunk.end - chunk.start for chunk in chunks))
-        original(chunks)
+        original(chunks, reads=reads)
 
     monkeypatch.setattr(engine, "_prefill", counted)
     outputs = []
