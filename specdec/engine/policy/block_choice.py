@@ -212,7 +212,7 @@ class BlockChoice:
                 loss = self._loss(here, shape)
             self._spare += SHARE * seconds
             debt = max(0.0, self._debt + loss - SHARE * seconds)
-            self._debt = min(debt, 2 * self._most(here))
+            self._debt = min(debt, 4 * self._most(here))
             if shape == here.shape and loss > 0 and self._debt + loss >= self._most(here):
                 here.steps = 0
 

@@ -10,7 +10,7 @@ import pytest
 
 from specdec.base.blocks import BlockShape
 from specdec.engine.policy.block_choice import WINDOW, WINDOW_STEPS
-from tests.helpers.block_choice_world import MOST, Time, World, chains, decode, pace
+from tests.helpers.block_choice_world import MOST, Outcome, Time, World, chains, decode, pace
 
 STEPS = 2000
 
@@ -171,3 +171,28 @@ def test_no_few_seconds_are_lost(name: str) -> None:
     if name in PLAIN_IS_BEST:
         slower = decode(slowed(WORLDS[name], 5.0), chains(), steps=2 * STEPS, seed=0)
         assert slower.worst(5 * WINDOW_STEPS) < 0.02
+
+
+@pytest.mark.parametrize("reading", [0.0, 1.0, 8.0, 30.0, 100.0])
+@pytest.mark.parametrize("draft", [0.5, 2.0, 3.5])
+def test_what_is_read_before_drafts_counts_as_theirs(reading: float, draft: float) -> None:
+    """Texts that change and drafts that are never right, before which a step without any takes
+    `reading` milliseconds longer.
+    """
+    choice, plain, num_reqs = chains(), 1.5, 32
+    took = lost = 0.0
+    behind = list[tuple[float, float]]()
+    may_draft, trials = False, 0
+    for step in range(30_000):
+        shape = choice.choose(num_reqs, fresh=num_reqs if step % 200 == 0 else 0)
+        wanted = shape.drafts > 0
+        prepares, may_draft = wanted and not may_draft, wanted
+        block = BlockShape(0) if prepares else shape
+        extra = reading * prepares + draft * block.drafts
+        behind.append((took, extra))
+        took, lost, trials = took + plain + extra, lost + extra, trials + prepares
+        seconds = (plain + extra) / 1000
+        choice.observe(num_reqs, block, [0] * num_reqs, seconds, prepares=prepares)
+    assert lost < 0.01 * took and trials > 1
+    most = Outcome([], 0.0, behind).worst(1000 * WINDOW)
+    assert most < 0.02 + reading / (1000 * WINDOW)
