@@ -308,9 +308,11 @@ def test_whom_a_trial_passes_over_lacks_more_than_was_put_off(target: Verifier) 
     assert [request.unread for request in requests] == [False, *[True] * FEW]
 
 
-def test_a_trial_reads_a_few_and_learns_of_them_alone(target: Verifier) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_trial_reads_a_few_and_learns_of_them_alone(target: Verifier, temperature: float) -> None:
     """Those that were read draft as ever; the output of all is that of plain decoding."""
     model, drafter = draft_model(target)
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True, temperature=temperature, seed=3)
     prompts, told, right = random_prompts(2 * FEW), list[int](), set[tuple[Request, int]]()
 
     def trying(engine: SpecEngine) -> None:
@@ -340,7 +342,7 @@ def test_a_trial_reads_a_few_and_learns_of_them_alone(target: Verifier) -> None:
         drafter,
         prompts,
         shapes=[*[0] * 20, K, K, K, *[0] * 20, K, K, 0],
-        sampling=SamplingParams(max_tokens=60, ignore_eos=True),
+        sampling=sampling,
         prepare=trying,
         max_num_seqs=2 * FEW,
         max_prefill_tokens=512,
@@ -351,7 +353,7 @@ def test_a_trial_reads_a_few_and_learns_of_them_alone(target: Verifier) -> None:
     check_drafts(model, drafter.network, kept, least=2 * FEW)
     plain = SpecEngine(target, None, EngineConfig(cache=CacheConfig(memory_bytes=2**22)))
     for request, prompt in zip(requests, prompts, strict=True):
-        alone = plain.add_request(prompt, SamplingParams(max_tokens=60, ignore_eos=True))
+        alone = plain.add_request(prompt, sampling)
         while plain.has_work:
             plain.step()
         assert request.output_token_ids == alone.output_token_ids
