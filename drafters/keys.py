@@ -106,14 +106,34 @@ def rope_sets(place: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def check_rope(place: Mapping[str, Any]) -> None:
-    """Refuses a RoPE parameter that nobody reads, in all sets of an object of config.json.
+    """Refuses a RoPE parameter that nobody reads, in all sets of an object of config.json, and
+    values that differ between two sets of which one is read; programs choose either.
 
     Raises:
-        CheckpointError: such a key, or a value of a relative.
+        CheckpointError: such a key, a value of a relative, or such values.
     """
-    for name, parameters in rope_sets(place):
+    sets = dict(rope_sets(place))
+    for name, parameters in sets.items():
         check_known(parameters, _ROPE | _PLAIN_ROPE.keys(), name)
         check_plain(Keys([parameters]), _PLAIN_ROPE, f"RoPE in {name}")
+    first, second = (
+        _stated_rope(sets.get(f"rope_{name}", {})) for name in ("parameters", "scaling")
+    )
+    for name in filter(second.__contains__, first):
+        require(
+            first[name] == second[name],
+            f"{name} is {shown(first[name])} in rope_parameters and {shown(second[name])} in"
+            " rope_scaling; take the wrong one out of config.json",
+        )
+
+
+def _stated_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What a set says, with one name for its type; text's positions are the same on all axes."""
+    stated = {name: value for name, value in parameters.items() if value is not None}
+    if stated:
+        kind = stated.get("rope_type") or stated.pop("type", None)
+        stated["rope_type"] = "default" if kind in (None, "mrope") else kind
+    return stated
 
 
 def rotary_factor(turned: int, head_dim: int) -> float:

@@ -119,6 +119,17 @@ def test_foreign_rope_parameters_are_refused(name: str, layer: dict[str, Any]) -
         parse_config(raw)
 
 
+@pytest.mark.parametrize(("name", "value"), [("factor", 2.0), ("rope_type", "linear")])
+@pytest.mark.parametrize("nested", [False, True])
+def test_rope_that_is_said_twice_must_agree(name: str, value: object, nested: bool) -> None:
+    rope: dict[str, Any] = {"rope_parameters": ROPE, "rope_scaling": {**ROPE, name: value}}
+    raw = speculators(layers=rope) if nested else zlab(**rope)
+    with pytest.raises(
+        CheckpointError, match=rf"{name} is .* in rope_parameters and .* in rope_sc"
+    ):
+        parse_config(raw)
+
+
 COPIED: dict[str, dict[str, Any]] = {
     "Qwen3.5": {"attn_output_gate": True, "full_attention_interval": 4, "linear_num_key_heads": 16,
                 "mamba_ssm_dtype": "float32",

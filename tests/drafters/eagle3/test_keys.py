@@ -82,6 +82,8 @@ def test_every_key_with_every_kind_of_value(raw: Mapping[str, Any], place: Place
         ({"made_up_key": 1}, "config.json says made_up_key, which this loader does not know"),
         ({"rope_scaling": {**ROPE, "twist": 2}}, "rope_scaling says twist, which this loader"),
         ({"rope_scaling": {**ROPE, "rope_dim": 7}}, "rope_dim is 7; it must be even, from 2 to 12"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": ROPE},
+         "rope_type is 'default' in rope_parameters and 'yarn' in rope_scaling; take the wrong"),
         ({"rope_parameters": {"full_attention": ROPE}}, "one set of RoPE parameters for all"
                                                         " layers"),
         ({"num_aux_hidden_states": 5}, "num_aux_hidden_states is 5, but 3 layers are tapped"),
@@ -91,6 +93,16 @@ def test_every_key_with_every_kind_of_value(raw: Mapping[str, Any], place: Place
 def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
     """Values that would draft badly, and keys that might."""
     assert said in fit_of({**SGLANG, **changes}, TARGET).problems[0]
+
+
+def test_rope_may_be_said_twice() -> None:
+    """Transformers 4 and 5 have other words; positions on axes are those of text."""
+    older = {name: value for name, value in ROPE.items() if name != "rope_type"}
+    for kind, other in (("yarn", "yarn"), ("mrope", "default")):
+        both = {"rope_parameters": {**ROPE, "rope_type": other}}
+        both["rope_scaling"] = {**older, "type": kind}
+        found = parse_config({**SGLANG, **both}).layers.rope_parameters
+        assert found["rope_type"] == other and found["factor"] == 4
 
 
 @pytest.mark.parametrize(
