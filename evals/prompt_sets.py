@@ -215,12 +215,12 @@ def parse_data(pairs: Sequence[str], names: Sequence[str], option: str) -> dict[
         names: what is asked for with `option`; others need no file.
 
     Raises:
-        InvalidInputError: not of that form, or a name that is not asked for.
+        InvalidInputError: not of that form, or a name that is not asked for, or comes twice.
 
     >>> parse_data(["gsm8k=data/test.jsonl"], ["gsm8k"], "--sets")
     {'gsm8k': 'data/test.jsonl'}
     """
-    files = {}
+    files: dict[str, str] = {}
     for pair in pairs:
         name, equals, file = pair.partition("=")
         if not (name and equals and file):
@@ -229,6 +229,9 @@ def parse_data(pairs: Sequence[str], names: Sequence[str], option: str) -> dict[
         if name not in names:
             what = f"--data names {name!r}, which is not among {option} {' '.join(names)}"
             raise InvalidInputError(f"{what}; add it there")
+        if name in files:
+            what = f"--data names {name!r} twice, {files[name]!r} and {file!r}"
+            raise InvalidInputError(f"{what}; give one of them another name, or leave it out")
         files[name] = file
     return files
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import install_command
 from specdec.base.registry import drafter_name
-from specdec.base.writing import check_writable, make_folder, write_text
+from specdec.base.writing import check_apart, check_writable, make_folder, write_text
 from specdec.cli import options
 from specdec.cli.fields import adding, from_options, whole_number
 
@@ -116,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if folder is not None:
         names = ("report.json", "plain.jsonl", "speculative.jsonl")
         check_writable(*(folder / name for name in names))
+    check_apart([args.html], data.values())
     from evals.accuracy.evaluation import EvalConfig, evaluate
 
     drafter = drafter_name(args.drafter, args.model)

@@ -189,13 +189,17 @@ class Bench:
         return rows
 
     def _roofline(self, side: _Side, concurrency: int) -> dict[str, Any] | None:
-        """What memory alone would allow; None of peers, and where the rows of steps change."""
+        """What memory alone would allow; None of peers, and where there are no steps or their rows
+        change.
+        """
         if side.peer or str(side.k).startswith("auto") or side.decoder.engine.runner.budget:
             return None
         answers = side.passes[0].answers
         lengths = (len(one.prompt_token_ids) + len(one.token_ids) / 2 for one in answers)
         tau, num_reqs = pooled(one.stats for one in answers).tau, min(concurrency, len(answers))
         engine, context = side.decoder.engine, sum(lengths) / len(answers)
+        if not tau:  # all answers ended with the prefill's own token
+            return None
         return bound(engine, bandwidth=self._bandwidth, tau=tau, num_reqs=num_reqs, context=context)
 
     def _on_turn(self, title: str) -> OnTurn | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evals.bench import shapes
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
-from specdec.base.writing import check_writable, place_of, write_text
+from specdec.base.writing import check_apart, check_writable, place_of, write_text
 from specdec.cli import options
 from specdec.cli.fields import adding, check_read, from_options
 
@@ -168,6 +168,8 @@ def run(args: argparse.Namespace) -> int:
         what = f"{action} takes {some} report files, not {len(files)}"
         raise InvalidInputError(f"{what}; see specdec bench --help")
     _check_options(args, action)
+    read = [*files, args.dummy_weights or "", *(pair.partition("=")[2] for pair in args.data)]
+    check_apart([args.out, args.html], filter(None, read))
     if action == "measure" and args.dummy_weights is not None:
         from evals.bench.dummy_command import measure_dummy
 

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -134,6 +134,21 @@ def check_writable(*paths: str | Path | None) -> None:
                 raise InvalidInputError(f"{what}; make it first")
             with disk_errors(path), _unfinished(place):  # the system alone knows all its reasons
                 pass
+
+
+def check_apart(outputs: Iterable[str | None], inputs: Iterable[str] = ()) -> None:
+    """Refuses an output file in whose place another one would be written, or that is an input.
+
+    Raises:
+        InvalidInputError: there is one; see also `place_of`.
+    """
+    taken = {os.path.realpath(path) for path in inputs}
+    for path in filter(None, outputs):
+        place = place_of(Path(path))
+        if str(place.path) in taken and not place.is_stream:
+            what = f"{path!r} is named for two things, one of which would be written over the other"
+            raise InvalidInputError(f"{what}; choose another place for the output")
+        taken.add(str(place.path))
 
 
 def write_atomically(path: Path, write: Write) -> None:

@@ -186,6 +186,10 @@ def test_reports_of_another_schema_are_refused(
         (["bench", "--data", "gsm8k"], ["NAME=FILE"]),
         (["bench", "--data", "gsm8k=x.jsonl"], ["not among --sets bundled"]),
         (
+            ["bench", "--sets", "own", "--data", "own=a.jsonl", "own=b.jsonl"],
+            ["names 'own' twice, 'a.jsonl' and 'b.jsonl'"],
+        ),
+        (
             ["bench", "--sets", "gsm8k", "--data", "gsm8k=missing.jsonl"],
             ["'missing.jsonl'", "no such file"],
         ),
@@ -251,6 +255,16 @@ def test_a_k_chosen_step_by_step_is_a_side_of_its_own(
     assert html_report(report).count("<svg") == 6
     assert main(f"{sweep} all".split()) == 2
     assert "'all' is neither a whole number nor auto" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("loads_tiny")
+def test_answers_without_a_step(tmp_path: Path, capsys: Capture) -> None:
+    """One token each, which the prefill gives: there is nothing to bound, and a table."""
+    file = tmp_path / "report.json"
+    fast = "bench --limit 2 --max-tokens 1 --repeats 1 --drafter ngram -k 2 auto"
+    assert main([*fast.split(), "--out", str(file)]) == 0
+    assert {row["roofline"] for row in read_report(file)["rows"]} == {None}
+    assert "ngram" in capsys.readouterr().out
 
 
 def test_phases_are_timed_over_few_tokens(monkeypatch: Patch) -> None:

@@ -183,6 +183,30 @@ def test_a_pipe_is_told_what_a_file_would_hold(option: str, tmp_path: Path) -> N
     assert told["results" if option == "generate --out" else "rows"]
 
 
+NAMED_TWICE = {
+    "a report and its page": "bench --out OUT --html OUT",
+    "data and a report": "bench --sets own --data own=OUT --out OUT",
+    "a shape and its report": "bench --dummy-weights OUT --out OUT",
+    "a report and the page of it": "bench show OUT --html OUT",
+    "data and a page": "eval --tasks gsm8k --data gsm8k=OUT --html OUT",
+}
+
+
+@pytest.mark.usefixtures("loads_nothing")
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("kind", NAMED_TWICE)
+def test_an_output_in_place_of_another_file_of_the_command_is_refused(
+    kind: str, linked: bool, tmp_path: Path, capsys: Capture
+) -> None:
+    """Catches a user's data, or a report of hours, overwritten by what came of it."""
+    file, link = tmp_path / "file.json", tmp_path / "link"
+    file.write_text("kept")
+    link.symlink_to(file)
+    *others, last = NAMED_TWICE[kind].replace("OUT", str(file)).split()
+    assert main([*others, str(link) if linked else last]) == 2
+    assert "named for two things" in one_line(capsys) and file.read_text() == "kept"
+
+
 def test_answers_are_kept_beside_a_report_and_beside_no_device(tmp_path: Path) -> None:
     device(tmp_path / "null", NULL)
     assert _answers_file(str(tmp_path / "null")) is None and _answers_file(None) is None
