@@ -31,11 +31,10 @@ MT_BENCH = frozenset(
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 """How turns of SPEED-Bench begin that its own program has yet to fetch."""
 
-_READ = frozenset((
-    "turns", "messages", "prompt", "question", "problem", "answer", "category",
-    "id", "question_id", "task_id",
-))  # fmt: skip
-"""Fields of rows of a user's own set."""
+_ASKED = ("turns", "messages", "prompt", "question", "problem")
+"""Fields of rows of a user's own set, of which the first that a row has is asked."""
+_READ = frozenset(("answer", "category", "id", "question_id", "task_id"))
+"""What is read beside it."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 Row = dict[str, Any]
@@ -118,13 +117,19 @@ class _Source:
 
 
 def _mbpp(row: Row) -> Sequence[str]:
-    task = row["text"] if "text" in row else row["prompt"]
-    return [f"{task}\nYour code has to pass these tests:\n" + "\n".join(row["test_list"])]
+    task, tests = row["text"] if "text" in row else row["prompt"], _list(row, "test_list")
+    return [f"{task}\nYour code has to pass these tests:\n" + "\n".join(map(str, tests))]
 
 
 def _mt_bench(row: Row) -> Sequence[str]:
-    turns: Sequence[str] = row["turns"] if "turns" in row else row["prompt"]
-    return turns
+    return _list(row, "turns" if "turns" in row else "prompt")
+
+
+def _list(row: Row, field: str) -> list[str]:
+    """A list of texts; a text would pass for a list of its characters."""
+    if not isinstance(row[field], list):
+        raise TypeError(f"a list of {field}")
+    return list(row[field])
 
 
 def _math500(row: Row) -> Sequence[str]:
@@ -189,8 +194,8 @@ def load_prompt_set(
         raise InvalidInputError(f"{what}; choose 1 to {len(rows)}")
     items = [_item(name, place, row) for place, row in rows[:limit]]
     if name in files and name not in _SOURCES:
-        stated = {field for _, row in rows[:limit] for field in row if row[field] not in _NOTHING}
-        if unread := ", ".join(sorted(stated - _READ)):
+        every = (_unread(row) for _, row in rows[:limit])
+        if unread := ", ".join(sorted(frozenset().union(*every))):
             logger.warning("%s: these fields are not read: %s", source, unread)
     if per_category is not None:
         if per_category < 1:
@@ -246,9 +251,8 @@ def _item(name: str, place: str, row: Row) -> Item:
     try:
         turns = tuple(_SOURCES[name].turns(row) if name in _SOURCES else _own_turns(row))
     except (KeyError, TypeError) as error:
-        missing = error.args[0] if isinstance(error, KeyError) else "a list of turns"
         raise InvalidInputError(
-            f"{place} does not look like a row of {name!r}: it lacks {missing} (it has"
+            f"{place} does not look like a row of {name!r}: it lacks {error.args[0]} (it has"
             f" {', '.join(row)})"
         ) from error
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
@@ -267,17 +271,23 @@ def _item(name: str, place: str, row: Row) -> Item:
 
 
 def _own_turns(row: Row) -> Sequence[str]:
-    if "turns" in row:
-        turns = row["turns"]
-        if not isinstance(turns, list):
-            raise TypeError(turns)
-        return turns
-    if "messages" in row:
-        return _user_turns(row["messages"])
-    for field in ("prompt", "question", "problem"):
-        if field in row:
-            return [row[field]]
-    raise KeyError("turns, messages, prompt, question or problem")
+    field = _asked(row)
+    if field is None:
+        raise KeyError(f"{', '.join(_ASKED[:-1])} or {_ASKED[-1]}")
+    if field == "turns":
+        return _list(row, field)
+    return _user_turns(row[field]) if field == "messages" else [row[field]]
+
+
+def _asked(row: Row) -> str | None:
+    """The field whose content is asked; null is none."""
+    return next((field for field in _ASKED if row.get(field) is not None), None)
+
+
+def _unread(row: Row) -> frozenset[str]:
+    """Fields with a content that is left aside."""
+    stated = (field for field in row if row[field] not in _NOTHING)
+    return frozenset(stated) - _READ - {_asked(row)}
 
 
 def _user_turns(messages: Any) -> list[str]:
@@ -287,7 +297,7 @@ def _user_turns(messages: Any) -> list[str]:
     ['one', 'two']
     """
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-        raise TypeError(messages)
+        raise TypeError("a list of messages")
     if others := sorted({str(one["role"]) for one in messages} - {"user"}):
         what = f"messages have a turn of {others[0]!r}"
         way_out = "leave it out, for the target answers every turn of the user itself"

@@ -44,6 +44,7 @@ def test_bundled_programs_print_the_stored_answers(capsys: pytest.CaptureFixture
         ("mt-bench", {"prompt": ["one", "two"]}, ("one", "two"), None),
         ("mine", {"turns": ["one", "two", "three"]}, ("one", "two", "three"), None),
         ("mine", {"problem": "p", "answer": "3"}, ("p",), "3"),
+        ("mine", {"turns": None, "prompt": None, "question": "q"}, ("q",), None),
     ],
 )
 def test_rows_of_local_files_become_turns(
@@ -66,6 +67,26 @@ def test_fields_that_mean_nothing_are_told(
     assert caplog.messages == [f"{file}: these fields are not read: context, system"]
     load_prompt_set("gsm8k", files={"gsm8k": file})
     assert len(caplog.messages) == 1
+    both = {"question": "What?", "prompt": "Say what.", "problem": None}
+    load_prompt_set("own", files={"own": str(write_jsonl(tmp_path / "own.jsonl", [both]))})
+    assert caplog.messages[1].endswith("own.jsonl: these fields are not read: question")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "lacking"),
+    [
+        ("mt-bench", {"prompt": "Hello"}, "a list of prompt"),
+        ("mt-bench", {"turns": "Hello"}, "a list of turns"),
+        ("mine", {"turns": "Hello"}, "a list of turns"),
+        ("mbpp", {"text": "Write f.", "test_list": "assert f()"}, "a list of test_list"),
+    ],
+)
+def test_a_text_is_no_list_of_its_characters(
+    name: str, row: dict[str, Any], lacking: str, tmp_path: Path
+) -> None:
+    file = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    with pytest.raises(InvalidInputError, match=f"it lacks {lacking} "):
+        load_prompt_set(name, files={name: file})
 
 
 def test_categories_are_kept_and_rows_taken_of_each(tmp_path: Path) -> None:
@@ -109,7 +130,7 @@ def test_categories_are_kept_and_rows_taken_of_each(tmp_path: Path) -> None:
             {},
             "messages have a turn of 'system'",
         ),
-        ({"messages": ["a"]}, {}, "lacks a list of turns"),
+        ({"messages": ["a"]}, {}, "lacks a list of messages"),
         ({"messages": [{"role": "user"}]}, {}, "lacks content"),
     ],
 )
