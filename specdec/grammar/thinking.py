@@ -117,7 +117,7 @@ class ThinkingProgress:
     def _answers(self, place: Place, token: int) -> bool:
         """Whether a token begins the answer at once."""
         begins = self._may_answer(place) and place.phase is Phase.BEFORE
-        return begins and token != self._thinking.opening[0]
+        return begins and token not in self._thinking.first
 
     def _only(self, place: Place) -> set[int] | None:
         """The tokens that may follow, unless many may."""
@@ -158,7 +158,8 @@ class ThinkingProgress:
         self._answer.fill(own, tokens, [number[parents[row - 1]] for row in rows[1:]])
         dead = {rows[place] for place in self._answer.dead_ends}
         if places[root].phase is Phase.BEFORE:
-            _allow(own[0], self._thinking.opening[0])
+            for token in self._thinking.first:
+                _allow(own[0], token)
             dead.discard(root)
         masks[rows] = own
         self.dead_ends |= dead

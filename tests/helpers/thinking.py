@@ -15,6 +15,14 @@ SWITCHED = _TURNS + _BEGIN + "{% if " + _OFF + " %}<think></think>{% endif %}{% 
 OPENED = _TURNS + _BEGIN + "<think>{% endif %}"
 """As DeepSeek-R1: the prompt opens the thinking."""
 
+LED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant "
+    " <think>{{ m.reasoning_content }}</think>{{ m.content }}<|im_end|>"
+    "{% else %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+"""As GLM-4.5: a turn that thinks begins with a blank."""
+
 CHANNELS = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
@@ -24,6 +32,7 @@ CHANNELS = (
 _TAGS = {
     SWITCHED: (("<|im_start|>", "<|im_end|>"), ("<think>", "</think>")),
     OPENED: (("<|im_start|>", "<|im_end|>"), ("<think>", "</think>")),
+    LED: (("<|im_start|>", "<|im_end|>"), ("<think>", "</think>")),
     CHANNELS: (("<|start|>", "<|end|>", "<|channel|>", "<|message|>"), ()),
 }
 

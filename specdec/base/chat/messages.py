@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PROBE = "qzx7 specdec"
+PROBE = "qzx7 specdec"
 """A text that no template holds of its own."""
 
 _CONTINUED = ("prefix", "partial")
@@ -80,8 +80,8 @@ def for_template(
     """
     template = template_of(tokenizer)
     if template not in _reads_parts:
-        parts = [{"type": "text", "text": _PROBE}]
-        plain = _shows(tokenizer, _user(_PROBE))
+        parts = [{"type": "text", "text": PROBE}]
+        plain = _shows(tokenizer, _user(PROBE))
         _reads_parts[template] = _shows(tokenizer, _user(parts)) and not plain
     made = [{key: message[key] for key in message if key not in _CONTINUED} for message in messages]
     for message in made:
@@ -101,7 +101,7 @@ def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
     template = template_of(tokenizer)
     if template not in _shows_tools:
         nothing = {"type": "object", "properties": {}}
-        function = {"name": "probe", "description": _PROBE, "parameters": nothing}
+        function = {"name": "probe", "description": PROBE, "parameters": nothing}
         tools = [{"type": "function", "function": function}]
         _shows_tools[template] = _shows(tokenizer, _user("a"), tools=tools)
     return _shows_tools[template]
@@ -244,9 +244,9 @@ def _takes_objects(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether arguments of calls are to be objects, of which some templates fail."""
     template = template_of(tokenizer)
     if template not in _reads_objects:
-        given = {"a": _PROBE}
-        text = _shown(tokenizer, _call_and_result(given))
-        fits = _PROBE in text and f"'{_PROBE}'" not in text
+        given = {"a": PROBE}
+        text = rendering(tokenizer, _call_and_result(given))
+        fits = PROBE in text and f"'{PROBE}'" not in text
         as_text = _call_and_result(json.dumps(given))
         _reads_objects[template] = fits or not _shows(tokenizer, as_text)
     return _reads_objects[template]
@@ -279,11 +279,14 @@ def _user(content: Any) -> list[dict[str, Any]]:
 
 
 def _shows(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **more: Any) -> bool:
-    return _PROBE in _shown(tokenizer, messages, **more)
+    return PROBE in rendering(tokenizer, messages, **more)
 
 
-def _shown(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **more: Any) -> str:
+def rendering(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **variables: Any
+) -> str:
+    """What the chat template makes of messages, nothing where it refuses them."""
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **more))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **variables))
     except Exception:  # a template may raise whatever it likes
         return ""

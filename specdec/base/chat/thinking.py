@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from specdec.base.chat.messages import PROBE, rendering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,13 +47,14 @@ class Place(NamedTuple):
     Attributes:
         phase: of the output.
         left: while nothing has begun, what is left of the forms of a beginning that fit so far, the
-            thinking's and that of an answer, None where it fits no more.
+            thinking's, that of an answer, and the thinking's behind its lead; None where it fits no
+            more.
         num_thought: tokens of the thinking so far.
         matched: of these the last ones that begin what closes it.
     """
 
     phase: Phase
-    left: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
+    left: tuple[tuple[int, ...] | None, ...] = (None, None, None)
     num_thought: int = 0
     matched: int = 0
 
@@ -67,17 +70,25 @@ class Thinking:
         opening, closing: what opens and closes the thinking.
         answering: what opens an answer without thinking; nothing in most forms.
         added: tokens that the tokenizer takes for no text, such as those of turns.
+        lead: blanks that may stand before the opening: GLM-4.5 begins its turns with a line break.
     """
 
     opening: tuple[int, ...]
     closing: tuple[int, ...]
     answering: tuple[int, ...]
     added: frozenset[int]
+    lead: tuple[int, ...]
 
     @property
     def start(self) -> Place:
         """Where an output stands before its first token, if its prompt has not begun it."""
-        return Place(Phase.BEFORE, (self.opening, self.answering or None))
+        led = (*self.lead, *self.opening) if self.lead else None
+        return Place(Phase.BEFORE, (self.opening, self.answering or None, led))
+
+    @property
+    def first(self) -> frozenset[int]:
+        """Tokens with which a thinking may begin."""
+        return frozenset((self.opening[0], *self.lead[:1]))
 
     def behind_prompt(self, prompt: Sequence[int]) -> Place:
         """Where an output begins: templates may open the thinking, or close it.
@@ -98,14 +109,13 @@ class Thinking:
         if place.phase is Phase.BEHIND:
             return place
         if place.phase is Phase.BEFORE:
-            opening, answering = (
-                form[1:] if form and form[0] == token else None for form in place.left
-            )
-            if opening == ():
+            left = tuple(form[1:] if form and form[0] == token else None for form in place.left)
+            opening, answering, led = left
+            if () in (opening, led):
                 return WITHIN
-            if answering == () or opening is answering is None:
+            if answering == () or left == (None, None, None):
                 return BEHIND
-            return Place(Phase.BEFORE, (opening, answering))
+            return Place(Phase.BEFORE, left)
         matched = _matched(self.closing, place.matched, token)
         if matched == len(self.closing):
             return BEHIND
@@ -125,8 +135,20 @@ def thinking_of(tokenizer: PreTrainedTokenizerBase) -> Thinking | None:
     for texts in _FORMS:
         forms = [_ids(tokenizer, added, text) for text in texts]
         if forms[0] and forms[1]:
-            return Thinking(forms[0], forms[1], forms[2], frozenset(added.values()))
+            lead = _ids(tokenizer, {}, _lead(tokenizer, texts[0]))
+            return Thinking(forms[0], forms[1], forms[2], frozenset(added.values()), lead)
     return None
+
+
+def _lead(tokenizer: PreTrainedTokenizerBase, opening: str) -> str:
+    """The blanks with which the chat template begins a turn that thinks."""
+    user = {"role": "user", "content": "a"}
+    thought = {"role": "assistant", "content": "b", "reasoning_content": PROBE}
+    switch: dict[str, Any] = {"enable_thinking": True, "thinking": True}
+    begun = rendering(tokenizer, [user], add_generation_prompt=True, **switch)
+    whole = rendering(tokenizer, [user, thought], **switch)
+    lead, found, _ = whole.removeprefix(begun).partition(opening)
+    return lead if whole.startswith(begun) and found and not lead.strip() else ""
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, added: dict[str, int], text: str) -> tuple[int, ...]:

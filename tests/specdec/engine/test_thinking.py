@@ -18,7 +18,7 @@ from specdec.session.decoder import Prompt, SpecDecoder
 from specdec.session.outputs import GenerationResult
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees
-from tests.helpers.thinking import CHANNELS, OPENED, SWITCHED, thinking_tokenizer
+from tests.helpers.thinking import CHANNELS, LED, OPENED, SWITCHED, thinking_tokenizer
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 from tests.helpers.trees import random_trees
 
@@ -41,7 +41,7 @@ def run(
     assert thinking is not None
     tree = NODES if isinstance(drafter, ScriptedTrees) else None
     engine = EngineConfig(max_num_seqs=3, max_model_len=256, num_draft_tokens=None, tree_nodes=tree)
-    bias = {thinking.opening[0]: 8.0, thinking.closing[0]: 2.0}
+    bias = dict.fromkeys(thinking.first, 8.0) | {thinking.closing[0]: 2.0}
     ways = [
         SamplingParams(
             max_tokens=40,
@@ -75,11 +75,12 @@ SAMPLED = {"temperature": 1.1, "top_p": 0.95}
         (SWITCHED, True, {}),
         (SWITCHED, False, SAMPLED),
         (OPENED, True, SAMPLED),
+        (LED, True, SAMPLED),
         (OPENED, False, {}),
         (CHANNELS, True, SAMPLED),
         (CHANNELS, False, {}),
     ],
-    ids=str.split("switched switched-free opened opened-free channels channels-free"),
+    ids=str.split("switched switched-free opened led opened-free channels channels-free"),
 )
 def test_drafts_change_nothing(template: str, grammar: bool, sampling: dict[str, Any]) -> None:
     plain = run(template, None, grammar=grammar, **sampling)

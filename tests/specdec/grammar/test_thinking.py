@@ -14,11 +14,11 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.progress import GrammarProgress
 from specdec.grammar.thinking import ThinkingProgress
-from tests.helpers.thinking import CHANNELS, OPENED, SWITCHED, thinking_tokenizer
+from tests.helpers.thinking import CHANNELS, LED, OPENED, SWITCHED, thinking_tokenizer
 from tests.helpers.tiny_configs import VOCAB
 
 WORDS = -(-VOCAB // 32)
-TOKENIZERS = {name: thinking_tokenizer(name) for name in (SWITCHED, OPENED, CHANNELS)}
+TOKENIZERS = {name: thinking_tokenizer(name) for name in (SWITCHED, OPENED, LED, CHANNELS)}
 COMPILERS = {name: GrammarCompiler(one, VOCAB, [2]) for name, one in TOKENIZERS.items()}
 
 
@@ -53,7 +53,7 @@ def allowed(mask: torch.Tensor) -> set[int]:
     return {token for token in range(VOCAB) if int(mask[token // 32]) >> token % 32 & 1}
 
 
-@pytest.mark.parametrize("template", [SWITCHED, OPENED, CHANNELS])
+@pytest.mark.parametrize("template", [SWITCHED, OPENED, LED, CHANNELS])
 @pytest.mark.parametrize(
     ("grammar", "budget"), [("(ab|ba)+", None), ("(ab|ba)+", 3), (None, 0), (None, 2), ("c", 0)]
 )
@@ -64,7 +64,7 @@ def test_a_row_has_the_mask_of_its_path(
     random_ = random.Random(f"{template} {grammar} {budget}")
     thinking = thinking_of(TOKENIZERS[template])
     assert thinking is not None
-    tags = [*thinking.opening, *thinking.closing, *thinking.answering]
+    tags = [*thinking.lead, *thinking.opening, *thinking.closing, *thinking.answering]
     read: list[int] = []
     for _ in range(12):
         progress = start(template, grammar, budget)

@@ -8,7 +8,7 @@ import pytest
 from specdec.base.chat.thinking import thinking_of
 from specdec.session.text import IncrementalDecoder, text_of
 from specdec.session.thinking import PartedDecoder
-from tests.helpers.thinking import CHANNELS, OPENED, SWITCHED, thinking_tokenizer
+from tests.helpers.thinking import CHANNELS, LED, OPENED, SWITCHED, thinking_tokenizer
 
 HEAD, END = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
 
@@ -20,6 +20,10 @@ HEAD, END = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channe
         (SWITCHED, "", "a</think>c", ("", "a</think>c")),
         (SWITCHED, "", "<think>ab", ("ab", "")),
         (SWITCHED, "<think></think>", "<think>c", ("", "<think>c")),
+        (LED, "", " <think>ab</think>c", ("ab", "c")),
+        (LED, "", "<think>ab</think>c", ("ab", "c")),
+        (LED, "", " ab", ("", " ab")),
+        (LED, "", " ", ("", " ")),
         (OPENED, "<think>", "ab<think></think></think>c", ("ab<think>", "</think>c")),
         (OPENED, "<think>", "</think>", ("", "")),
         (CHANNELS, "", f"{HEAD}ab{END}c", ("ab", "c")),

@@ -3,7 +3,7 @@
 import pytest
 
 from specdec.base.chat.thinking import BEHIND, WITHIN, Phase, thinking_of
-from tests.helpers.thinking import CHANNELS, OPENED, SWITCHED, thinking_tokenizer
+from tests.helpers.thinking import CHANNELS, LED, OPENED, SWITCHED, thinking_tokenizer
 from tests.helpers.tiny_models import tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "<think> is a tag"}]
@@ -28,6 +28,7 @@ def test_a_vocabulary_without_tags_does_not_think() -> None:
         (SWITCHED, {"enable_thinking": True}, Phase.BEFORE),
         (SWITCHED, {"enable_thinking": False}, Phase.BEHIND),
         (OPENED, {}, Phase.WITHIN),
+        (LED, {}, Phase.BEFORE),
         (CHANNELS, {}, Phase.BEFORE),
     ],
 )
@@ -50,6 +51,10 @@ def test_the_prompt_says_where_the_output_begins(
         (SWITCHED, "<think>ab</think>c", "WWWBB"),
         (SWITCHED, "ab<think>", "BBB"),
         (OPENED, "</think>a", "BB"),
+        (LED, " <think>ab</think>c", "-WWWBB"),
+        (LED, "<think>a</think>c", "WWBB"),
+        (LED, "  <think>", "-BB"),
+        (SWITCHED, " <think>", "BB"),
         (CHANNELS, "<|channel|>final<|message|>a", "-" * 6 + "BB"),
         (CHANNELS, "<|channel|>finally", "-" * 6 + "BB"),
         (
