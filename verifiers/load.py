@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import load_file
@@ -28,6 +28,7 @@ from specdec.base.config import GenerationSource
 from specdec.base.errors import CheckpointError, UnsupportedModelError
 from specdec.layers.packed.check import fastest_dtype, keeps_blocks, keeps_packed
 from specdec.model.core import Verifier
+from specdec.model.large_keys import fitting_specs
 from specdec.parallel.group import Group
 from verifiers.config import recalled
 from verifiers.config.families import describe
@@ -42,6 +43,9 @@ from verifiers.weights.embedded import BLOCKS, EMBEDDED, embedded_model_path, re
 from verifiers.weights.shards import Shard, sharded
 from verifiers.weights.tokenizer import tokenizer_in
 from verifiers.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from verifiers.hf import HFVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +144,8 @@ def load_verifier(
         verifier = own or _theirs(reading, fuse)
         verifier.media_token_ids = media_token_ids(whole)
     verifier.eos_token_ids, verifier.defaults = generation.ends, generation.defaults
+    if cache_dtype is not None:
+        cast("DecoderVerifier | HFVerifier", verifier).kv_specs = fitting_specs(verifier)
     return verifier, tokenizer
 
 

@@ -36,7 +36,8 @@ class LoadConfig:
         attention: "auto" or a backend, by its name in `specdec doctor`.
         block_size: tokens per cache block.
         kv_dtype: "auto" stores keys and values in the model's own type; "fp8" stores 8-bit floats,
-            half the memory and no longer exact, on backends that have them.
+            half the memory and no longer exact, on backends that have them. Layers whose keys are
+            too large for that keep the model's type where the backend allows it.
         prefill_dtype: "auto" computes prompts, and queries of an 8-bit cache, in 8-bit floats where
             a kernel does that (latent attention on gfx950); "model" always in the model's own type.
         weights: "as-stored" keeps quantized weights packed where a kernel multiplies with them (in

@@ -60,10 +60,14 @@ LayerSpec = PagedLayerSpec | StateLayerSpec | SharedLayerSpec
 class KVLayerSpec(PagedLayerSpec):
     """What one attention layer stores per token: `num_kv_heads` keys and values of `head_dim`
     numbers each.
+
+    Attributes:
+        dtype: of these, where it is not that of the other layers.
     """
 
     num_kv_heads: int
     head_dim: int
+    dtype: torch.dtype | None = None
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's key and value.
@@ -71,11 +75,11 @@ class KVLayerSpec(PagedLayerSpec):
         >>> KVLayerSpec(num_kv_heads=3, head_dim=64).bytes_per_token(torch.bfloat16)
         768
         """
-        return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return 2 * self.num_kv_heads * self.head_dim * (self.dtype or dtype).itemsize
 
     def cut(self, size: tuple[int, int], dtype: torch.dtype, memory: "Memory") -> "LayerCache":
         """See `PagedLayerSpec.cut`."""
-        shape = (*size, self.num_kv_heads, self.head_dim)
+        shape, dtype = (*size, self.num_kv_heads, self.head_dim), self.dtype or dtype
         return LayerCache(key=memory.zeros(shape, dtype), value=memory.zeros(shape, dtype))
 
 

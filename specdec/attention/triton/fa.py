@@ -51,6 +51,7 @@ class TritonFaBackend(AttentionBackend):
     name = "triton_fa"
     captures_prefill = True
     fits_fused_layers = True
+    mixes_cache_types = True
 
     @classmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:

@@ -283,6 +283,24 @@ def test_8_bit_cache() -> None:
     check_attention(got, query, read, metadata)
 
 
+def test_a_layer_that_keeps_its_own_type_beside_an_8_bit_cache() -> None:
+    """The same bits as without 8 bits; catches large keys that are clamped or rounded."""
+    torch.manual_seed(0)
+    metadata, _ = scenario([(20, 20), (9, 3)], spec(head_dim=16))
+    query = torch.randn(23, 4, 16, device=DEVICE)
+    key, value = (torch.randn(23, 2, 16, device=DEVICE) for _ in range(2))
+    key[:, 0, 0] += 1000.0
+    found = []
+    for asked in (spec(head_dim=16), spec(cache_dtype=torch.float8_e4m3fn, head_dim=16)):
+        layer = KVLayerSpec(2, 16, dtype=torch.float32)
+        cache = layer.allocate(9, BLOCK, asked.kv_dtype, DEVICE)
+        backend = TritonFaBackend(asked)
+        plan = backend.plan(metadata)
+        found.append((backend.run(query, key, value, cache, plan, scale=0.2), *cache))
+    assert all(map(torch.equal, *found))
+    assert cache.key.abs().max() > 900
+
+
 @pytest.mark.parametrize("splits", [1, 8])
 def test_launch_serves_any_lengths_below_its_bound(splits: int) -> None:
     """What a captured graph does: the same host counts, other lengths on the device. Programs past

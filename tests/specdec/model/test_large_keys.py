@@ -1,0 +1,106 @@
+"""An 8-bit cache of a target some of whose keys are too large for it."""
+
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionSpec
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.base.registry import ATTENTION_BACKENDS
+from specdec.kv_cache import LayerCache
+from specdec.model.scratch import ScratchCache
+from tests.helpers.tiny_models import plain_model, tiny_tokenizer
+from verifiers.load import load_verifier
+
+E4M3 = torch.float8_e4m3fn
+LAYER = 0
+
+
+class Mixed(TorchRefBackend):
+    """The reference, on caches of any type."""
+
+    name = "mixed"
+    mixes_cache_types = True
+
+    @classmethod
+    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+        return []
+
+    def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        for stored, new in ((cache.key, key), (cache.value, value)):
+            kept = new.clamp(-448, 448).to(stored.dtype)
+            words = torch.uint8 if stored.dtype == E4M3 else stored.dtype
+            stored.flatten(0, 1).view(words)[slot_mapping] = kept.view(words)
+
+    def read(self, query: Tensor, cache: LayerCache, plan: Any, **how: Any) -> Tensor:
+        numbers = LayerCache(*(side.to(query.dtype) for side in cache))
+        return super().read(query, numbers, plan, **how)
+
+
+class Uniform(Mixed):
+    """The same, all of one type."""
+
+    name = "uniform"
+    mixes_cache_types = False
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes both known by name."""
+    for backend in (Mixed, Uniform):
+        place = f"{backend.__module__}:{backend.__qualname__}"
+        monkeypatch.setitem(ATTENTION_BACKENDS, backend.name, place)
+
+
+def loaded(folder: Path, bias: float, **how: Any) -> Any:
+    """A target whose keys have a bias of so much in one layer; random in the others."""
+    if not folder.exists():
+        model = plain_model("qwen2")
+        with torch.no_grad():
+            projection = model.model.layers[LAYER].self_attn
+            projection.k_proj.bias.fill_(bias)
+            projection.q_proj.bias.normal_()
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    device = torch.device("cpu")
+    return load_verifier(folder, device=device, dtype=torch.float32, block_size=4, **how)[0]
+
+
+@torch.inference_mode()
+def keys_of(verifier: Any) -> Tensor:
+    """What a target stores of a prompt in that layer, as float32."""
+    tokens = list(range(3, 23))
+    cache = ScratchCache(verifier, [len(tokens)])
+    verifier.forward(cache.rows([(0, 0, tokens)]), cache.layers)
+    return cast("Tensor", cache.layers[LAYER].key.float())
+
+
+@pytest.mark.parametrize("bias", [300.0, -300.0, 20.0])
+def test_large_keys_keep_their_type(
+    bias: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches layers that lose what their scores depend on, memory spent on all others, and a
+    choice that nobody is told of.
+    """
+    caplog.set_level(logging.WARNING)
+    exact, eight_bits, fitting = (
+        loaded(tmp_path / "target", bias, attention=name, cache_dtype=dtype)
+        for name, dtype in (("mixed", None), ("uniform", E4M3), ("mixed", E4M3))
+    )
+    kept = [n for n, spec in enumerate(fitting.kv_specs) if spec.dtype == torch.float32]
+    assert kept == ([LAYER] if abs(bias) > 100 else [])
+    assert not any(spec.dtype for spec in [*exact.kv_specs, *eight_bits.kv_specs])
+    lines = [record.getMessage() for record in caplog.records]
+    said = [line for line in lines if f"layers {LAYER} reach" in line]
+    assert len(said) == 2 * len(kept), lines
+    if kept:
+        assert "--kv-dtype auto" in said[0] and "float32" in said[1]
+        exact_keys, rounded, stored = (keys_of(one) for one in (exact, eight_bits, fitting))
+        assert torch.equal(stored, exact_keys)
+        assert (rounded - exact_keys).abs().max() > 1
+    size = [sum(one.bytes_per_token(E4M3) for one in each.kv_specs) for each in (exact, fitting)]
+    assert size[1] == size[0] * (1 + 3 * len(kept) / len(exact.kv_specs))
