@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,7 @@ def _task(
     pairs = list(zip(own["plain"], own["speculative"], strict=True))
     metrics = {name: _metrics(side, task) for name, side in results.items()}
     found: dict[str, Any] = {"task": task, "num_samples": len(pairs)}
+    found["sha256"] = _hash_of_questions(results["plain"]["samples"][task])
     for name, side in own.items():
         found[name] = {
             "metrics": metrics[name],
@@ -164,6 +166,16 @@ def _task(
     found["peers"] = {name: {"metrics": one} for name, one in metrics.items() if name not in own}
     differing = [(plain, other) for plain, other in pairs if plain.text != other.text]
     return found | {"differences": _differences(system, differing)}
+
+
+def _hash_of_questions(records: Sequence[Mapping[str, Any]]) -> str:
+    """Hash of what was asked, in order; two reports with the same one may be paired.
+
+    Args:
+        records: of lm-eval, one for each sample and filter.
+    """
+    asked = {record["doc_id"]: record["doc_hash"] for record in records}
+    return hashlib.sha256("".join(asked.values()).encode()).hexdigest()
 
 
 def _speed(samples: list[Sample]) -> Speed:

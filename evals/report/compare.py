@@ -63,6 +63,10 @@ def _judged_differently(one: Report, other: Report) -> list[str]:
     others = {task["task"]: task for task in other["tasks"]}
     lines = []
     for task in one["tasks"]:
+        if task.get("sha256") != others.get(task["task"], task).get("sha256"):
+            what = f"{task['task']}: the reports asked other questions, so no answers are paired"
+            lines.append(f"{what}; measure both with the same data and limit")
+            continue
         for side in ("plain", "speculative"):
             metrics = others.get(task["task"], {}).get(side, {}).get("metrics", {})
             for name, metric in task[side]["metrics"].items():

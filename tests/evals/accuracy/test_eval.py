@@ -258,6 +258,24 @@ def test_local_files_feed_a_task_of_lm_eval(folder: Path, tmp_path: Path) -> Non
     }
 
 
+def test_answers_to_other_questions_are_not_paired(
+    folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """As many, in a file of the same name; a chat asks the same as a text."""
+    data = tmp_path / "code.jsonl"
+    asked = ["--tasks", "humaneval", "--data", f"humaneval={data}"]
+    reports = [str(tmp_path / name / "report.json") for name in ("one", "two", "three")]
+    for name, number, more in (("one", 0, []), ("two", 1, []), ("three", 0, ["--chat"])):
+        write_jsonl(data, [PROBLEM | {"canonical_solution": f"    return {number}\n"}])
+        assert evaluate(folder, tmp_path / name, *asked, *more) == 0
+    capsys.readouterr()
+    for other, paired in ((reports[1], False), (reports[2], True)):
+        assert main(["bench", "compare", reports[0], other]) == 0
+        text = capsys.readouterr().out
+        assert ("McNemar" in text) == paired
+        assert ("humaneval: the reports asked other questions" in text) != paired
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
