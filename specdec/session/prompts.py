@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from specdec.base.chat.history import for_template
 from specdec.base.chat.messages import (
     asks_to_continue,
     check_template,
     check_variables,
-    for_template,
     readable,
     template_variables,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,19 +15,11 @@ from specdec.base.files import parse_json, read_text, user_path
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 PROBE = "qzx7 specdec"
 """A text that no template holds of its own."""
 
-_CONTINUED = ("prefix", "partial")
+CONTINUED = ("prefix", "partial")
 """Keys of a last message that answers go on with: DeepSeek's and Mistral's, Kimi's and Qwen's."""
-
-_reads_parts: dict[str, bool] = {}
-"""By template, whether it reads the parts of a content, and not the text."""
-
-_reads_objects: dict[str, bool] = {}
-"""By template, whether it reads the arguments of calls as objects, and not as JSON."""
 
 _shows_tools: dict[str, bool] = {}
 """By template, whether it tells the model of tools."""
@@ -58,7 +49,7 @@ def asks_to_continue(messages: Sequence[Mapping[str, Any]]) -> bool:
     """
     asks = False
     for number, message in enumerate(messages):
-        for name in _CONTINUED:
+        for name in CONTINUED:
             given = message.get(name)
             if not isinstance(given, bool | None):
                 what = f"{name} of message {number} is {shown(given)}"
@@ -72,30 +63,6 @@ def asks_to_continue(messages: Sequence[Mapping[str, Any]]) -> bool:
     return asks
 
 
-def for_template(
-    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
-    """Messages as the template reads them: contents as parts where it reads nothing else, no role
-    that it does not know, and nothing of `asks_to_continue`.
-    """
-    template = template_of(tokenizer)
-    if template not in _reads_parts:
-        parts = [{"type": "text", "text": PROBE}]
-        plain = _shows(tokenizer, _user(PROBE))
-        _reads_parts[template] = _shows(tokenizer, _user(parts)) and not plain
-    made = [{key: message[key] for key in message if key not in _CONTINUED} for message in messages]
-    for message in made:
-        if message.get("role") == "developer" and "developer" not in template:
-            text = "the chat template knows no role developer"
-            logger.warning(f"{text}: its messages are given as those of the system")
-            message["role"] = "system"
-        if _reads_parts[template] and isinstance(message.get("content"), str):
-            message["content"] = [{"type": "text", "text": message["content"]}]
-        if message.get("tool_calls") and not _takes_objects(tokenizer):
-            message["tool_calls"] = [_written_call(call) for call in message["tool_calls"]]
-    return made
-
-
 def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template tells the model of tools."""
     template = template_of(tokenizer)
@@ -103,7 +70,7 @@ def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
         nothing = {"type": "object", "properties": {}}
         function = {"name": "probe", "description": PROBE, "parameters": nothing}
         tools = [{"type": "function", "function": function}]
-        _shows_tools[template] = _shows(tokenizer, _user("a"), tools=tools)
+        _shows_tools[template] = _shows(tokenizer, user("a"), tools=tools)
     return _shows_tools[template]
 
 
@@ -166,7 +133,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     InvalidInputError: the chat template is no Jinja. What it says of messages is not asked.
     """
     try:
-        tokenizer.apply_chat_template(_user("a"), tokenize=False)
+        tokenizer.apply_chat_template(user("a"), tokenize=False)
     except Exception as error:  # a template may raise whatever it likes
         from jinja2 import TemplateSyntaxError
 
@@ -240,41 +207,13 @@ def _parsed_call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _takes_objects(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether arguments of calls are to be objects, of which some templates fail."""
-    template = template_of(tokenizer)
-    if template not in _reads_objects:
-        given = {"a": PROBE}
-        text = rendering(tokenizer, _call_and_result(given))
-        fits = PROBE in text and f"'{PROBE}'" not in text
-        as_text = _call_and_result(json.dumps(given))
-        _reads_objects[template] = fits or not _shows(tokenizer, as_text)
-    return _reads_objects[template]
-
-
-def _call_and_result(arguments: Any) -> list[dict[str, Any]]:
-    function, number = {"name": "probe", "arguments": arguments}, "probe1234"
-    calls = [{"id": number, "type": "function", "function": function}]
-    result = {"role": "tool", "tool_call_id": number, "name": "probe", "content": "b"}
-    return [*_user("a"), {"role": "assistant", "content": "", "tool_calls": calls}, result]
-
-
-def _written_call(call: Any) -> Any:
-    """A call of a tool, whose arguments are JSON."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), dict):
-        return call
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """The chat template of a tokenizer; of several, all of them as JSON."""
     template = getattr(tokenizer, "chat_template", None)
     return template if isinstance(template, str) else json.dumps(template, default=str)
 
 
-def _user(content: Any) -> list[dict[str, Any]]:
+def user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -58,6 +59,22 @@ class ToolFormat:
     def called(self, name: str) -> str:
         """What begins a call of this function."""
         return self.begin.replace("{name}", name)
+
+    def written(self, calls: Iterable[tuple[str, Any]]) -> str:
+        """Calls of functions with these arguments, as a model writes them.
+
+        >>> FORMATS["mistral"].written([("f", {"a": 1}), ("g", {})])
+        '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'
+        """
+        made = (f"{self.called(name)}{self._arguments(given)}{self.end}" for name, given in calls)
+        return f"{self.opening}{self.between.join(made)}{self.closing}"
+
+    def _arguments(self, given: Any) -> str:
+        if self.argument is None or not isinstance(given, Mapping):
+            return given if isinstance(given, str) else _json(given)
+        first, last = self.argument
+        texts = ((key, one if isinstance(one, str) else _json(one)) for key, one in given.items())
+        return "".join(f"{first.replace('{key}', key)}{text}{last}" for key, text in texts)
 
     def markers(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
         """Special tokens that it is written with: their ids, by name."""
@@ -137,6 +154,10 @@ _FORMATS = (
 )
 FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in _FORMATS}
 """By name. Of those whose signs a template has the first is taken."""
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:

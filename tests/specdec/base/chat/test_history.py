@@ -1,0 +1,99 @@
+"""Calls of tools and their results reach templates of all kinds, with every word."""
+
+import json
+from itertools import product
+from typing import Any
+
+import pytest
+
+from specdec.session.prompts import PromptReader
+from tests.helpers.tiny_models import tiny_tokenizer
+
+_EACH, _END = "{% for m in messages %}", "{% endfor %}"
+_OTHERS = "[{{ m.role }}]{{ m.content }}"
+_CALL = "{{ c.function.name }}{{ c.function.arguments | tojson }}"
+_CALLS = "{% for c in m.tool_calls or [] %}<" + _CALL + ">{% endfor %}"
+_KNOWN = "m.role in ['user', 'assistant']"
+
+BESIDE = _EACH + _OTHERS + _CALLS + _END
+ALONE = _EACH + "{% if m.tool_calls %}" + _CALLS + "{% else %}" + _OTHERS + "{% endif %}" + _END
+NULL = ALONE.replace("m.tool_calls %", "m.content is none %")
+LOST_ROLE = _EACH + "{% if " + _KNOWN + " %}" + _OTHERS + "{% endif %}" + _END
+TEMPLATES = {
+    "beside": BESIDE,
+    "as texts": BESIDE.replace(" | tojson", " + ''"),
+    "alone": ALONE,
+    "content null": NULL,
+    "texts, content null": NULL.replace(" | tojson", " + ''"),
+    "no calls": _EACH + _OTHERS + _END,
+    "no role": LOST_ROLE.replace("{% endif %}", "{% else %}{{ raise_exception('x') }}{% endif %}"),
+    "lost role": LOST_ROLE,
+    "parts": _EACH + "{% for p in m.content %}{{ p.text }}{% endfor %}" + _CALLS + _END,
+    "told of tools": "{% for t in tools %}{{ t.function.name }}{% endfor %}" + BESIDE,
+    "python": BESIDE.replace(" | tojson", ""),
+}
+TOOLS = [{"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}]
+
+
+def rendered(template: str, messages: list[dict[str, Any]]) -> str:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return PromptReader(tokenizer, "tiny").chat_text(messages, {"tools": TOOLS})
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("content", [None, "", "text7", [{"type": "text", "text": "text7"}]])
+def test_no_template_loses_a_call(name: str, content: Any) -> None:
+    """What was called, with what, its result, and what was said before: each of them once."""
+    for as_text, count in product((False, True), (1, 2)):
+        given = [{"word": f"value{place}", "more": [1, True]} for place in range(count)]
+        calls = [
+            {
+                "id": f"call{place}",
+                "type": "function",
+                "function": {
+                    "name": f"fun{place}",
+                    "arguments": json.dumps(one) if as_text else one,
+                },
+            }
+            for place, one in enumerate(given)
+        ]
+        results = [
+            {"role": "tool", "tool_call_id": f"call{place}", "content": f"result{place}"}
+            for place in range(count)
+        ]
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": "asked1"},
+            {"role": "assistant", "content": content, "tool_calls": calls},
+            *results,
+            {"role": "assistant", "content": "answer3"},
+            {"role": "user", "content": "asked2"},
+        ]
+        text = rendered(TEMPLATES[name], chat)
+        words = ["asked1", *(["text7"] if content else []), "answer3", "asked2"]
+        for place in range(count):
+            words += [f"fun{place}", f"value{place}", f"result{place}"]
+        assert [text.count(word) for word in words] == [1] * len(words), text
+        if name != "python":
+            assert all(json.dumps(one) in text for one in given), text
+
+
+def test_calls_that_no_template_shows_are_written_as_the_model_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One line says so, and one of what is said beside calls and cannot be told."""
+    function = {"name": "f", "arguments": {"a": 1}}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    said: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
+    chat = [{"role": "user", "content": "a"}, said]
+    template = "{# <tool_call> written #}" + TEMPLATES["no calls"]
+    for _ in range(2):
+        written = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+        assert rendered(template, chat) == f"[user]a[assistant]{written}"
+    assert [one for one in caplog.messages if "earlier ones are given within the text" in one] == (
+        ["the chat template knows no calls of tools: earlier ones are given within the text"]
+    )
+    strict = TEMPLATES["alone"].replace("m.tool_calls %}", "m.tool_calls and loop.index == 2 %}")
+    strict = strict.replace(_OTHERS, "{% if '{' in m.content %}{{ 1 / 0 }}{% endif %}" + _OTHERS)
+    said["content"] = "lost"
+    assert "lost" not in rendered(strict, chat) and "leaves out what is said" in caplog.messages[-1]
