@@ -305,9 +305,13 @@ class AttentionBackend(Backend[AttentionSpec]):
     prefill_tokens = 8192
     fits_fused_layers: bool = False
     """Whether our Triton kernels may compute what surrounds it; the reference takes plain torch."""
-    mixes_cache_types: bool = False
-    """Whether some layers may have a cache in the model's own type where the spec asks for another.
-    """
+
+    @property
+    def mixes_cache_types(self) -> bool:
+        """Whether some layers may have a cache in the model's own type where the spec asks for
+        another.
+        """
+        return False
 
     @cached_property
     def each(self) -> "tuple[AttentionBackend, ...]":

@@ -15,6 +15,8 @@ decode on unified_attention, which is slower there than the paged kernels.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
@@ -171,6 +173,17 @@ class RocmAiterFaBackend(AttentionBackend):
         else:
             self._setup = Setup(spec, self.layout, aiter.load(AiterFa), scratch, own)
             self._routes, self._plan, self._write = fa_routes.FULL, plan_groups, fa_compiled.write
+        # of layers whose cache keeps the model's type
+        self._plain = replace(self._setup, spec=replace(spec, cache_dtype=None), own=None)
+
+    @cached_property
+    def mixes_cache_types(self) -> bool:
+        """See `AttentionBackend.mixes_cache_types`; the kernels for the model's own type have to be
+        there, and right as far as they are checked.
+        """
+        plain = replace(self.spec, cache_dtype=None)
+        against = self.reasons_against_auto(plain)
+        return not self.unsupported_reasons(plain) and against in ([], BY_NAME)
 
     def plan(self, metadata: AttentionMetadata) -> AiterPlan:
         """Requests grouped by phase; the same whether or not a graph is being captured."""
@@ -206,17 +219,20 @@ class RocmAiterFaBackend(AttentionBackend):
             rows = Rows(rows.query, key.contiguous(), value.contiguous())
 
         def attend(group: Group, rows: Rows) -> Tensor:
-            return self.kernel(group, layer)(self._setup, group, layer, rows)
+            return self.kernel(group, layer)(self._setup_of(cache), group, layer, rows)
 
         return plan.attend(rows, self.spec.head_dim, attend)
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.write`."""
-        self._write(self._setup, cache, key, value, slot_mapping)
+        self._write(self._setup_of(cache), cache, key, value, slot_mapping)
 
     def kernel(self, group: Group, layer: Layer) -> Kernel:
         """The kernel for a group of requests in one layer, from the tables in `fa_routes`."""
-        return choose(self._routes, group, self._setup, layer)
+        return choose(self._routes, group, self._setup_of(layer.cache), layer)
+
+    def _setup_of(self, cache: LayerCache) -> Setup[Any]:
+        return self._setup if cache.key.dtype == self.spec.kv_dtype else self._plain
 
 
 class RocmAiterFaShuffleBackend(RocmAiterFaBackend):

@@ -242,3 +242,28 @@ def test_rows_cut_from_a_packed_product(
     ]
     assert len(given) >= 2 * 2 + 1  # the writer twice, and a kernel
     assert [name for name, rows in given if not rows.is_contiguous()] == []
+
+
+@pytest.mark.parametrize("layout", ["plain", "shuffle"])
+@pytest.mark.parametrize(
+    ("lengths", "widths", "causal"),
+    [([254, 40, 3], [1, 1, 1], True), ([40, 33], [5, 5], False), ([40, 9], [40, 3], True)],
+)
+def test_a_layer_that_keeps_its_own_type_beside_an_8_bit_cache(
+    rocm: Install, layout: str, lengths: list[int], widths: list[int], causal: bool
+) -> None:
+    """The same bits as without 8 bits, for every phase; catches a layer that is read or written as
+    those beside it, and a case in which nothing would be lost.
+    """
+    rocm()
+    uniform = len(set(widths)) == 1
+    own, eight = spec(head_dim=128), spec(head_dim=128, cache_dtype=FP8["gfx942"])
+    case = Case(own, lengths, widths, uniform=uniform, causal=causal)
+    case.new["key"] += 300  # more than 8 bits hold
+    backend = BACKENDS[layout](eight)
+    want, got = (case.attend(one, scale=0.01) for one in (BACKENDS[layout](own), backend))
+    assert torch.equal(got, want)
+    assert backend.mixes_cache_types
+    other = Case(eight, lengths, widths, uniform=uniform, causal=causal)
+    other.new, other.old, other.query = case.new, case.old, case.query
+    assert not torch.equal(other.attend(backend, scale=0.01), want)
