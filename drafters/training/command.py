@@ -76,6 +76,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SpecDecError: see `drafters.training.stages.run_stages`.
     """
+    if args.stages[:1] in (["bench"], [LEARN]) and (args.ray, args.workers) != (None, None):
+        what = f"specdec train {args.stages[0]} runs in this process"
+        raise InvalidInputError(f"{what}; leave out --ray and --workers")
     if args.stages[:1] == ["bench"]:
         measured: int = resolve(PARTS, "train bench", "part")(args)
         return measured

@@ -95,3 +95,12 @@ def test_workers_train_and_one_finishes(
     assert calls[2:] == [("", "run_stages", ("finish",), 1, folder)]
     assert main(["train", "--out", str(folder), "--workers", "2"]) == 2
     assert "together with --ray" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--ray"], ["--workers", "2"]])
+@pytest.mark.parametrize("stages", [["learn"], ["bench", "qwen3-8b"]])
+def test_what_runs_in_this_process_takes_no_cluster(
+    stages: list[str], option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *stages, *option]) == 2
+    assert f"train {stages[0]} runs in this process; leave out --ray" in capsys.readouterr().err
