@@ -87,9 +87,9 @@ def test_timed_steps_of_ours_have_all_rows_and_nothing_else(
     runner = own.engine.runner
     prefill, decode = runner.prefill, runner.decode
 
-    def noted_prefill(chunks: Any) -> Any:
+    def noted_prefill(chunks: Any, **options: Any) -> Any:
         log.append("prefill")
-        return prefill(chunks)
+        return prefill(chunks, **options)
 
     def noted_decode(launch: Launch, clock: StepClock) -> None:
         log.append((len(launch.requests), launch.shape.rows))
