@@ -8,15 +8,21 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from evals.bench.config import MAX_WARMUP
 from evals.divergence import Divergence, Parting, explain_divergence
+from evals.runner import num_captured
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
+from specdec.engine.capture.warmup import set_serving
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult
 from specdec.session.prompts import PromptReader
 
-WARMUP_TOKENS = 8
+WARMUP_TOKENS = 24
+"""Output tokens that half of the requests of a warm-up have, at most; half of the others twice as
+many, and so on, each one more than the one before: so many are left for steps of each size.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,10 @@ class System(Protocol):
     def plain(self) -> System:
         """The system without a drafter."""
 
-    def warm_up(self) -> None:
-        """Decodes a little, so that no answer's time has what only the first one takes."""
+    def warm_up(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> None:
+        """Answers some of these prompts briefly, so that no answer's time has what only the first
+        one of its kind takes, such as compiling kernels and capturing steps.
+        """
 
     def answers(
         self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
@@ -82,10 +90,26 @@ class LocalSystem:
         """See `SpecDecoder.plain`."""
         return LocalSystem(self.decoder.plain())
 
-    def warm_up(self) -> None:
-        """See `System`."""
-        brief = SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True)
-        self.decoder.generate([self.reader.tokenizer.eos_token_id], brief)
+    def warm_up(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> None:
+        """See `System`. The requests end one by one, so steps of every size are captured; without
+        captured steps a short one of its own is enough.
+        """
+        engine, brief = self.decoder.engine, list[tuple[list[int], SamplingParams]]()
+        pairs = list(zip(prompts, samplings, strict=True))[: engine.config.max_num_seqs]
+        if engine.runner.graphs is None:
+            pairs = [([self.reader.tokenizer.eos_token_id], SamplingParams(ignore_eos=True))]
+        for number, (prompt, sampling) in enumerate(pairs):
+            halvings = len(pairs).bit_length() - (len(pairs) - number).bit_length() + 1
+            most = min(sampling.max_tokens, WARMUP_TOKENS * halvings + number)
+            brief.append((prompt, replace(sampling, max_tokens=most)))
+        for _ in range(MAX_WARMUP):
+            captured = num_captured(engine)
+            for chunk in self.decoder.session.map(brief, text=False):
+                assert chunk.result is not None, "only the end of an answer is asked for"
+            if num_captured(engine) == captured:
+                break
+        engine.reset()  # no answer may copy what the warm-up wrote
+        set_serving(engine, True)
 
     def answers(
         self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
@@ -124,7 +148,7 @@ class ClusterSystem:
             replace(self._pool, spec=self._pool.spec.plain()), self.reader, self._origin | {"k": 0}
         )
 
-    def warm_up(self) -> None:
+    def warm_up(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> None:
         """Nothing, because every engine does so when it is made."""
 
     def answers(

@@ -93,9 +93,8 @@ def evaluate(system: System, drafter: str, config: EvalConfig, origin: dict[str,
         for name, side in sides.items():
             path = config.folder / f"{name}.jsonl" if config.folder else None
             journal = Journal(path, _journal_settings(side, drafter, origin))
-            side.warm_up()
             options: Any = {"seed": config.seed, "think_end_token": config.think_end_token}
-            lm = SpecdecLM(system=side, journal=journal, title=name, **options)
+            lm = SpecdecLM(system=side, journal=journal, title=name, warms_up=True, **options)
             results[name] = _results(lm, tasks, config, name)
             samples[name] = lm.samples
         for name in config.peers:

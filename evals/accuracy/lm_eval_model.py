@@ -70,6 +70,7 @@ class SpecdecLM(TemplateLM):
         system: what generates in its place, see `evals.system`; then given texts cannot be scored.
         journal: where finished samples are looked up and stored.
         title: in front of the progress bar.
+        warms_up: answers some prompts briefly first, see `System.warm_up`.
 
     Attributes:
         samples: everything generated or found in the journal so far, in the order of the requests.
@@ -98,6 +99,7 @@ class SpecdecLM(TemplateLM):
         revision: str | None = None,
         journal: Journal | None = None,
         title: str = "specdec",
+        warms_up: bool = False,
         **others: Any,
     ) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class SpecdecLM(TemplateLM):
                 chat_template_kwargs=variables,
                 engine=engine,
             )
-        self.decoder = decoder
+        self.decoder, self._warms_up = decoder, warms_up
         self._system: System = LocalSystem(decoder) if decoder is not None else cast(System, system)
         self.tokenizer = self._system.reader.tokenizer
         self._think_end = think_end(think_end_token, self.tokenizer)
@@ -230,7 +232,11 @@ class SpecdecLM(TemplateLM):
         bar = ProgressBar(self._title, len(requests))
         prompts = [self._prompt(requests[index].args[0], samplings[index]) for index in missing]
         wrong: list[str] = []
-        for answer in self._system.answers(prompts, [samplings[index] for index in missing]):
+        wanted = [samplings[index] for index in missing]
+        if self._warms_up and prompts:
+            self._system.warm_up(prompts, wanted)
+            self._warms_up = False
+        for answer in self._system.answers(prompts, wanted):
             index, result = missing[answer.number], answer.result
             if result.error is not None:
                 sample = f"{requests[index].task_name}, sample {requests[index].doc_id}"
