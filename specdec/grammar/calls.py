@@ -161,7 +161,7 @@ class _CallFormat:
         asked, form, literal = self._asked, self._form, self._literal
         before, behind = form.begin.split("{name}")
         calls = (
-            _row(literal(name + behind), self._arguments(schema), literal(form.end))
+            _row(self._named(name + behind), self._arguments(schema), literal(form.end))
             for name, schema in asked.functions
         )
         call = _either(*calls)
@@ -211,6 +211,12 @@ class _CallFormat:
     @property
     def _no_markers(self) -> list[str]:
         return [MARKER] if self._asked.markers else []
+
+    def _named(self, text: str) -> Format:
+        """What begins a call, with an id where the format has one."""
+        before, found, behind = text.partition("{id}")
+        number = [_grammar(f"root ::= {self._form.id_form}")] if found else []
+        return _row(self._literal(before), *number, self._literal(behind))
 
     def _literal(self, text: str) -> Format:
         markers = self._asked.markers

@@ -15,21 +15,33 @@ _TOLD = "{% for t in tools or [] %}{{ t.function.name }} {{ t.function.descripti
 _BEGIN = "{% if add_generation_prompt %}assistant: {% endif %}"
 _MESSAGES = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}CALL{{ c.function.name }}="
-    "{{ c.function.arguments OBJECT }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}BEGIN{{ c.function.name }}"
+    "MIDDLE{{ c.function.arguments OBJECT }}END{% endfor %}"
     "{{ m.tool_call_id }}\n{% endfor %}"
 )
 
-HERMES = _TOLD + "{# <tool_call> #}" + _MESSAGES.replace("OBJECT", "| tojson") + _BEGIN
+
+def _messages(begin: str, middle: str, end: str, arguments: str = "| tojson") -> str:
+    """Messages, and earlier calls that are written so."""
+    parts = {"BEGIN": begin, "MIDDLE": middle, "END": end, "OBJECT": arguments}
+    text = _MESSAGES
+    for name, part in parts.items():
+        text = text.replace(name, part)
+    return text
+
+
+_AS_HERMES = _messages('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
+
+HERMES = _TOLD + _AS_HERMES + _BEGIN
 """As Qwen 3: the tags of calls are text, arguments of earlier ones objects."""
 
-MISTRAL = _TOLD + "{# [TOOL_CALLS] [ARGS] #}" + _MESSAGES.replace("OBJECT", "+ ''") + _BEGIN
+MISTRAL = _TOLD + _messages("[TOOL_CALLS]", "[ARGS]", "", "+ ''") + _BEGIN
 """Calls are written with special tokens, arguments of earlier ones are texts."""
 
 HARMONY = (
     _TOLD
     + "{# <|channel|> functions. #}"
-    + _MESSAGES.replace("OBJECT", "| tojson")
+    + _messages("CALL", "=", "")
     + "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 """As gpt-oss: the output names the channel of every message."""
@@ -40,7 +52,7 @@ THINKING = HERMES.replace(_BEGIN, _BEGIN.replace("assistant: ", "assistant: <thi
 MARKED = MISTRAL.replace(_BEGIN, _BEGIN.replace("assistant: ", "assistant: [THINK]"))
 """As Magistral: tokens around the thinking and calls are special."""
 
-UNKNOWN = _TOLD + _MESSAGES.replace("OBJECT", "| tojson") + _BEGIN
+UNKNOWN = _TOLD + _messages("CALL", "=", "") + _BEGIN
 """Tells of tools, and not how they are called."""
 
 _DROPPED, _MORE = "^~;!%?&$", "ö市｜▁"

@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from specdec.base.chat.messages import template_of
+from specdec.base.chat.messages import PROBE, rendering, template_of, user
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,8 @@ class ToolFormat:
     Attributes:
         name: of the format.
         signs: what its chat templates hold, all of it; nothing where no template tells.
-        begin: of a call, with `{name}` for that of the function. Its arguments follow.
+        begin: of a call, with `{name}` for that of the function and `{id}` for what the model tells
+            its calls apart by. Its arguments follow.
         end: of a call.
         argument: what begins and ends one argument, with `{key}` for its name, where they are
             written one by one; they are a JSON object otherwise.
@@ -32,6 +34,8 @@ class ToolFormat:
         parallel: several may come at once.
         channels: an output is messages, each of which names its channel, as in gpt-oss's harmony:
             `opening` begins one, `closing` ends it, and a call is one.
+        id_form: what `{id}` may be, as a regular expression.
+        call_id: the id that the template has for such a call.
     """
 
     name: str
@@ -44,6 +48,8 @@ class ToolFormat:
     closing: str = ""
     parallel: bool = True
     channels: bool = False
+    id_form: str = ""
+    call_id: str = "{id}"
 
     @property
     def trigger(self) -> str:
@@ -57,8 +63,8 @@ class ToolFormat:
         return tag[0] if tag else before
 
     def called(self, name: str) -> str:
-        """What begins a call of this function."""
-        return self.begin.replace("{name}", name)
+        """What begins a call of this function; nine zeros stand for an id."""
+        return self.begin.replace("{name}", name).replace("{id}", "0" * 9)
 
     def written(self, calls: Iterable[tuple[str, Any]]) -> str:
         """Calls of functions with these arguments, as a model writes them.
@@ -78,7 +84,9 @@ class ToolFormat:
 
     def markers(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
         """Special tokens that it is written with: their ids, by name."""
-        written = [getattr(self, one.name) for one in fields(self) if one.name != "signs"]
+        written = [
+            getattr(self, one.name) for one in fields(self) if one.name not in ("signs", "id_form")
+        ]
         text = "".join(str(part) for part in written)
         return {
             added.content: token
@@ -117,6 +125,25 @@ _FORMATS = (
         between="",
         **_DEEPSEEK,
     ),
+    ToolFormat(
+        "kimi_k2",
+        ("<|tool_call_argument_begin|>",),
+        "<|tool_call_begin|>functions.{name}:{id}<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        opening="<|tool_calls_section_begin|>",
+        between="",
+        closing="<|tool_calls_section_end|>",
+        id_form="[0-9]{1,9}",
+        call_id="functions.{name}:{id}",
+    ),
+    ToolFormat(
+        "mistral_v11",
+        ("[TOOL_CALLS]", "[CALL_ID]"),
+        "[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]",
+        "",
+        between="",
+        id_form="[a-zA-Z0-9]{9}",
+    ),
     ToolFormat("mistral", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]{name}[ARGS]", "", None, "", ""),
     ToolFormat("mistral_v3", ("[TOOL_CALLS] [",), _QUOTED, "}", None, "[TOOL_CALLS] [", **_LISTED),
     ToolFormat("mistral_v7", ("[TOOL_CALLS]",), _QUOTED, "}", None, "[TOOL_CALLS][", **_LISTED),
@@ -136,16 +163,41 @@ _FORMATS = (
         ("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
     ToolFormat(
+        "minimax_m2",
+        ("<minimax:tool_call>",),
+        '<invoke name="{name}">\n',
+        "</invoke>\n",
+        ('<parameter name="{key}">', "</parameter>\n"),
+        opening="<minimax:tool_call>\n",
+        between="",
+        closing="</minimax:tool_call>",
+    ),
+    ToolFormat(
+        "seed_oss",
+        ("<seed:tool_call>",),
+        "<seed:tool_call>\n<function={name}>\n",
+        "</function>\n</seed:tool_call>",
+        ("<parameter={key}>", "</parameter>\n"),
+    ),
+    ToolFormat(
         "qwen3_coder",
         ("<function=", "<parameter="),
         "<tool_call>\n<function={name}>\n",
         "</function>\n</tool_call>",
         ("<parameter={key}>\n", "\n</parameter>\n"),
     ),
+    ToolFormat(
+        "granite",
+        ("<|tool_call|>", "<|start_of_role|>"),
+        _QUOTED,
+        "}",
+        opening="<|tool_call|>[",
+        **_LISTED,
+    ),
     ToolFormat("hermes", (_CALL,), f"{_CALL}\n{_QUOTED}", "}\n</tool_call>"),
     ToolFormat(
         "llama3",
-        ("<|start_header_id|>", '"parameters": '),
+        ("header_", '"parameters": '),
         '{"name": "{name}", "parameters": ',
         "}",
         parallel=False,
@@ -161,10 +213,50 @@ def _json(value: Any) -> str:
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
-    """The format that a tokenizer's chat template publishes; None where it is none of these."""
+    """The format that a tokenizer's chat template publishes; None where it is none of these.
+
+    An earlier call shows it. Of templates that show none the signs tell.
+    """
     template = template_of(tokenizer)
-    known = (one for one in FORMATS.values() if one.signs)
-    return next((one for one in known if all(sign in template for sign in one.signs)), None)
+    if template not in _found:
+        signed = [
+            one for one in _FORMATS if one.signs and all(map(template.__contains__, one.signs))
+        ]
+        tagged = [one for one in _FORMATS if one.signs and _TAG.match(one.trigger)]
+        shown = _shown_calls(tokenizer)
+        if not shown or any(one.channels for one in signed):
+            told = signed
+        else:
+            told = [one for one in {*signed, *tagged} if re.search(_pattern(one), shown)]
+            bare = "".join(shown.split())
+            told = told or [one for one in signed if re.search(_pattern(one, blanks=False), bare)]
+        _found[template] = min(told, key=_FORMATS.index, default=None)
+    return _found[template]
+
+
+_found: dict[str, ToolFormat | None] = {}
+"""By template."""
+
+
+def _shown_calls(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Earlier calls of a function `probe`, in all ways in which the template shows its argument."""
+    other = {"name": "other", "parameters": {"type": "object", "properties": {}}}
+    tools, given, texts = [{"type": "function", "function": other}], {"a": PROBE}, list[str]()
+    ways = product(("probe1234", "functions.probe:0"), ("", None), (given, _json(given)))
+    for number, content, arguments in ways:
+        function = {"name": "probe", "arguments": arguments}
+        calls = [{"id": number, "type": "function", "function": function}]
+        chat = [*user("a"), {"role": "assistant", "content": content, "tool_calls": calls}]
+        texts.append(rendering(tokenizer, chat, tools=tools) or rendering(tokenizer, chat))
+    return "\n".join(text for text in texts if PROBE in text)
+
+
+def _pattern(form: ToolFormat, *, blanks: bool = True) -> str:
+    """A regular expression of what begins a call of `probe` and its argument."""
+    first = form.argument[0].replace("{key}", "a") + PROBE if form.argument else "{"
+    text = form.opening + form.begin.replace("{name}", "probe") + first
+    parts = (text if blanks else "".join(text.split())).split("{id}")
+    return form.id_form.join(map(re.escape, parts))
 
 
 def split_at(text: str, markers: Iterable[str]) -> list[str]:

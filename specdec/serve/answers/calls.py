@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from specdec.serve.answers.chat import ChatCompletion
-from specdec.serve.answers.reader import CallReader, Piece, new_call_id
+from specdec.serve.answers.reader import CallReader, Piece
 from specdec.serve.answers.transport import line
 from specdec.serve.tools import Tools
 from specdec.session.outputs import GenerationResult, StreamChunk
@@ -37,7 +37,7 @@ class CallCompletion(ChatCompletion):
         message, calls, text = choice["message"], list[dict[str, Any]](), ""
         for piece in self._pieces(index, message["content"], end=True):
             if piece.kind == "name":
-                calls.append(self._call(index, piece.text))
+                calls.append(self._call(index, piece))
             elif piece.kind == "arguments":
                 calls[-1]["function"]["arguments"] += piece.text
             elif piece.kind == "text" or not self.asked.separate_reasoning:
@@ -80,7 +80,8 @@ class CallCompletion(ChatCompletion):
         return self._readers[index].push(text, end=end)
 
     def _deltas(self, index: int, pieces: Iterable[Piece]) -> Iterator[dict[str, Any]]:
-        for kind, some in groupby(pieces, lambda piece: piece.kind):
+        for kind, group in groupby(pieces, lambda piece: piece.kind):
+            some = list(group)
             texts = [piece.text for piece in some]
             if kind == "text" or (kind == "reasoning" and not self.asked.separate_reasoning):
                 yield {"content": "".join(texts)}
@@ -88,7 +89,7 @@ class CallCompletion(ChatCompletion):
                 if self.asked.include_reasoning:
                     yield {"reasoning_content": "".join(texts)}
             elif kind == "name":
-                for name in texts:
+                for name in some:
                     call = self._call(index, name)
                     yield {"tool_calls": [{"index": self._num_calls[index] - 1, **call}]}
             else:
@@ -96,8 +97,8 @@ class CallCompletion(ChatCompletion):
                 more = {"index": self._num_calls[index] - 1, "function": function}
                 yield {"tool_calls": [more]}
 
-    def _call(self, index: int, name: str) -> dict[str, Any]:
+    def _call(self, index: int, name: Piece) -> dict[str, Any]:
         """A call that begins."""
         self._num_calls[index] += 1
-        about = {"name": name, "arguments": ""}
-        return {"id": new_call_id(), "type": "function", "function": about}
+        about = {"name": name.text, "arguments": ""}
+        return {"id": name.call_id, "type": "function", "function": about}

@@ -17,10 +17,15 @@ _ID = string.ascii_letters + string.digits
 
 
 class Piece(NamedTuple):
-    """What came: text of answer or thinking, a call's function, or more of its arguments (JSON)."""
+    """What came: text of answer or thinking, a call's function, or more of its arguments (JSON).
+
+    Attributes:
+        call_id: of a name, the id of its call.
+    """
 
     kind: Literal["text", "reasoning", "name", "arguments"]
     text: str
+    call_id: str = ""
 
 
 class CallReader:
@@ -58,7 +63,9 @@ class CallReader:
             yield from self._messages()
         yield from self._text()
         while (name := (yield from self._call(lead))) is not None:
-            self._found.append(Piece("name", name))
+            if (call_id := (yield from self._id(name))) is None:
+                return
+            self._found.append(Piece("name", name, call_id))
             self.within = True
             yield from self._object() if form.argument is None else self._arguments(name)
             self.within = False
@@ -99,7 +106,7 @@ class CallReader:
             called = _CALLED.search(head)
             kind: Literal["text", "reasoning", "arguments"] = "text"
             if called is not None:
-                self._found.append(Piece("name", called[1]))
+                self._found.append(Piece("name", called[1], new_call_id()))
                 kind = "arguments"
             elif "<|channel|>analysis" in head:
                 kind = "reasoning"
@@ -111,7 +118,8 @@ class CallReader:
 
     def _call(self, lead: str) -> Generator[None, None, str | None]:
         """The name of a function that is called behind `lead`, if one is."""
-        begins = {lead + self._form.called(name): name for name in self._functions}
+        begin = self._form.begin.partition("{id}")[0]
+        begins = {lead + begin.replace("{name}", name): name for name in self._functions}
         while any(len(one) > len(self._rest) and one.startswith(self._rest) for one in begins):
             if self._ended:
                 self._rest = ""  # the beginning of one
@@ -120,6 +128,18 @@ class CallReader:
         found = max((one for one in begins if self._rest.startswith(one)), key=len, default="")
         self._taken(len(found))
         return begins.get(found)
+
+    def _id(self, name: str) -> Generator[None, None, str | None]:
+        """The id of a call, which the model may have written; None where that is cut."""
+        _, found, behind = self._form.begin.partition("{id}")
+        if not found:
+            return new_call_id()
+        while (at := self._rest.find(behind)) < 0:
+            if self._ended:
+                return None
+            yield
+        number = self._taken(at + len(behind))[:at]
+        return self._form.call_id.replace("{name}", name).replace("{id}", number)
 
     def _literal(self, text: str) -> Generator[None]:
         """What has to follow, or its beginning at the end."""

@@ -9,7 +9,7 @@ from typing import Any
 from specdec.base.chat.thinking import Phase, Thinking
 from specdec.serve.answers.acceptance import meta_info
 from specdec.serve.answers.chat import ChatCompletion
-from specdec.serve.answers.reader import CallReader, new_call_id
+from specdec.serve.answers.reader import CallReader
 from specdec.serve.answers.transport import escaped
 from specdec.serve.errors import RequestError
 from specdec.serve.responses.items import Items
@@ -83,8 +83,7 @@ class ResponseAnswer(ChatCompletion):
             for piece in self._reader.push(content, end=result is not None):
                 if piece.kind == "reasoning" and not self.asked.include_reasoning:
                     continue
-                call_id = new_call_id() if piece.kind == "name" else ""
-                yield from self._items.add(piece.kind, piece.text, call_id)
+                yield from self._items.add(piece.kind, piece.text, piece.call_id)
         elif content:
             yield from self._items.add("text", content)
         if result is not None:

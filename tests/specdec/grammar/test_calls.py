@@ -10,7 +10,7 @@ pytest.importorskip("xgrammar")
 
 import xgrammar
 
-from specdec.base.chat.tools import FORMATS, format_of
+from specdec.base.chat.tools import FORMATS, ToolFormat, format_of
 from specdec.base.errors import InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
@@ -35,6 +35,7 @@ BUILTIN = {
     "glm_4.7": "glm_4_7",
     "qwen3_coder": "qwen_3_coder",
     "hermes": "qwen_3",
+    "kimi_k2": "kimi",
     "llama3": "llama",
 }
 """Of the formats the name that xgrammar has for those it builds itself."""
@@ -209,6 +210,11 @@ def test_names_and_formats_are_checked() -> None:
         ("mistral", '"[TOOL_CALLS]" + name + "[ARGS]"'),
         ("mistral_v3", '"[TOOL_CALLS] ["'),
         ("mistral_v7", '"[TOOL_CALLS]["'),
+        ("mistral_v11", '"[TOOL_CALLS]" + name + "[CALL_ID]" + id + "[ARGS]"'),
+        ("kimi_k2", "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>"),
+        ("seed_oss", "<seed:tool_call>\n<function=example>\n<parameter=one>"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">'),
+        ("granite", "<|start_of_role|>answer with <|tool_call|> and a list"),
         ("glm", "<tool_call>{name}\\n<arg_key>{key}</arg_key>\\n<arg_value>"),
         ("glm_4.7", "<tool_call>{name}<arg_key>{key}</arg_key><arg_value>"),
         ("deepseek_v3", "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + '\\n```json'"),
@@ -220,3 +226,31 @@ def test_names_and_formats_are_checked() -> None:
 def test_formats_are_told_by_templates(name: str | None, template: str) -> None:
     found = format_of(tool_tokenizer(template))
     assert (found and found.name) == name
+
+
+def template_of_calls(form: ToolFormat) -> str:
+    """One that shows earlier calls in a format, and has the signs of all others beside it."""
+    signs = " ".join(sign for one in IN_TEXTS for sign in one.signs if one.trigger[0] in "<[")
+    begin = form.opening + form.begin.replace("{name}", "{{ c.function.name }}")
+    begin = begin.replace("{id}", "{{ c.id.split(':')[-1] }}")
+    arguments = "{{ c.function.arguments | tojson }}"
+    if form.argument:
+        first, last = form.argument
+        each = first.replace("{key}", "{{ k }}") + "{{ v }}" + last
+        arguments = "{% for k, v in c.function.arguments | items %}" + each + "{% endfor %}"
+    call = begin + arguments + form.end + form.closing
+    calls = "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}"
+    return "{# " + signs + " #}{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+
+
+@pytest.mark.parametrize("form", [one for one in IN_TEXTS if one.signs], ids=lambda form: form.name)
+def test_an_earlier_call_shows_the_format(form: ToolFormat) -> None:
+    """Whatever signs of others a template has; with other tags it is none of them."""
+    template = template_of_calls(form)
+    if form.name == "llama3":
+        template += "{# header_ #}"
+    found = format_of(tool_tokenizer(template))
+    assert found is not None and found.name == form.name
+    if form.trigger[0] in "<[":
+        other = template.replace(form.trigger, form.trigger.replace(form.trigger[1], "other:", 1))
+        assert format_of(tool_tokenizer(other)) is None

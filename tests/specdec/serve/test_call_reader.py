@@ -39,7 +39,7 @@ def called(form: ToolFormat, name: str, arguments: dict[str, object]) -> str:
 def together(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
     """The text and the calls of pieces."""
     text, calls = "", list[tuple[str, str]]()
-    for kind, some in pieces:
+    for kind, some, _ in pieces:
         if kind == "text":
             text += some
         elif kind == "name":
@@ -81,7 +81,8 @@ def test_a_text_comes_as_soon_as_it_is_none_of_a_call() -> None:
     reader = CallReader(FORMATS["qwen3_coder"], FUNCTIONS)
     assert reader.push("a <tool") == [Piece("text", "a ")]
     assert reader.push("s> b") == [Piece("text", "<tools> b")]
-    assert reader.push("<tool_call>\n<function=get_weather>\n") == [Piece("name", "get_weather")]
+    (name,) = reader.push("<tool_call>\n<function=get_weather>\n")
+    assert name == Piece("name", "get_weather", name.call_id) and len(name.call_id) == 9
     begun = reader.push("<parameter=city>\nPar\nis\n</par")
     assert "".join(piece.text for piece in begun) == '{"city": "Par\\nis'
     assert [piece.text for piece in reader.push("t\n</parameter>\n")] == ['\\n</part"']
@@ -102,6 +103,33 @@ def test_what_looks_like_a_call_and_is_none() -> None:
     assert read(FORMATS["hermes"], [text]) == (text, [])
 
 
+@pytest.mark.parametrize(
+    ("name", "calls", "ids"),
+    [
+        ("mistral_v11", "[TOOL_CALLS]get[CALL_ID]abcdefgh1[ARGS]{}", ["abcdefgh1"]),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|>"
+            "<|tool_call_begin|>functions.get:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
+            "<|tool_call_begin|>functions.get:4<|tool_call_argument_begin|>{}<|tool_call_end|>"
+            "<|tool_calls_section_end|>",
+            ["functions.get:3", "functions.get:4"],
+        ),
+    ],
+)
+def test_ids_are_those_that_the_model_writes(name: str, calls: str, ids: list[str]) -> None:
+    """Its template has no other name of a call."""
+    for size in range(1, len(calls) + 1):
+        reader = CallReader(FORMATS[name], FUNCTIONS)
+        found = [
+            piece
+            for at in range(0, len(calls), size)
+            for piece in reader.push(calls[at : at + size], end=at + size >= len(calls))
+        ]
+        assert [one.call_id for one in found if one.kind == "name"] == ids
+        assert together(found) == ("", [("get", "{}")] * len(ids))
+
+
 def test_messages_that_name_their_channels() -> None:
     """Whichever way calls are addressed; a message that is cut in its head is none."""
     form = FORMATS["harmony"]
@@ -116,7 +144,7 @@ def test_messages_that_name_their_channels() -> None:
             reader = CallReader(form, FUNCTIONS)
             found = [piece for some in pieces for piece in reader.push(some)]
             found += reader.push("", end=True)
-            assert "".join(text for kind, text in found if kind == "reasoning") == "hm < |"
+            assert "".join(one.text for one in found if one.kind == "reasoning") == "hm < |"
             rest = [piece for piece in found if piece.kind != "reasoning"]
             assert together(rest) == ("Let me see.", [("get", '{"a": "<|e"}')])
     assert read(form, ["<|channel|>final<|message|>Hello <|"]) == ("Hello <|", [])

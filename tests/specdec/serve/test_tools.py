@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -281,7 +282,7 @@ def test_templates_get_tools_and_earlier_calls(template: str) -> None:
                 extra_body={"return_token_ids": True},
             )
             prompt = live.decoder.tokenizer.decode(made.prompt_token_ids)
-            assert 'CALLnow={"a": ["ö", 1]}' in prompt and "noon" in prompt
+            assert re.search(r'now.*{"a": \["ö", 1\]}', prompt) and "noon" in prompt
             assert "tool: noonabc123456" in prompt
             assert ("get_weather does get_weather" in prompt) == (choice == "auto")
 
