@@ -96,20 +96,25 @@ class Argument:
             return []
         return [f"{word} of the text {self.name}" for word in dict.fromkeys(found)]
 
-    def read(self, text: str) -> Any:
-        """The value of a text.
+    def as_json(self, text: str) -> str:
+        """The value of a text as JSON, in which numbers stay as they were written.
 
         >>> argument = Argument("a", {"type": ["integer", "string"]}, True, {})
-        >>> argument.read("5"), argument.read("[5]")
-        (5, '[5]')
+        >>> argument.as_json("5"), argument.as_json("[5]")
+        ('5', '"[5]"')
         """
-        if self.is_text:
+        if not self.may_be_text:
             return text
         try:
-            value = json.loads(text)
+            value = None if self.is_text else json.loads(text, parse_constant=_no_json)
+            fits = not self.kinds or any(is_of(value, one) for one in self.kinds)
         except (ValueError, RecursionError):
-            return text
-        return value if not self.kinds or any(is_of(value, one) for one in self.kinds) else text
+            fits = False
+        return text if fits else json.dumps(text, ensure_ascii=False)
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
 
 
 def arguments_of(schema: Any) -> Iterator[Argument] | None:

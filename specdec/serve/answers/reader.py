@@ -46,6 +46,7 @@ class CallReader:
         self._form, self._functions = form, functions
         self._rest = ""  # that is not read yet
         self._ended = False  # nothing more comes
+        self._said = False  # there was text
         self._found: list[Piece] = []
         self._reading = self._read()
 
@@ -58,11 +59,15 @@ class CallReader:
 
     def _read(self) -> Generator[None]:
         """Reads what there is, and goes on with the next piece at every `yield`."""
-        form, lead = self._form, self._form.opening
+        form = self._form
         if form.channels:
             yield from self._messages()
         yield from self._text()
-        while (name := (yield from self._call(lead))) is not None:
+        while (name := (yield from self._call(form.opening))) is None and not self._ended:
+            self._said = True  # a word that only looks like a call
+            self._add("text", self._taken(len(form.trigger)))
+            yield from self._text()
+        while name is not None:
             if (call_id := (yield from self._id(name))) is None:
                 return
             self._found.append(Piece("name", name, call_id))
@@ -70,7 +75,7 @@ class CallReader:
             yield from self._object() if form.argument is None else self._arguments(name)
             self.within = False
             yield from self._literal(form.end)
-            lead = form.between
+            name = yield from self._call(form.between)
         yield from self._literal(form.closing)
         while True:
             self._add("text", self._taken(len(self._rest)))
@@ -86,32 +91,37 @@ class CallReader:
 
     def _text(self) -> Generator[None]:
         """Up to the first call. Blanks before it are no text by themselves."""
-        trigger, said = self._form.trigger, False
+        trigger = self._form.trigger
         while (at := self._rest.find(trigger)) < 0:
-            if said or self._ended or self._rest.strip():
+            if self._said or self._ended or self._rest.strip():
                 held = 0 if self._ended else _overlap(self._rest, trigger)
-                said = said or len(self._rest) > held
+                self._said = self._said or len(self._rest) > held
                 self._add("text", self._taken(len(self._rest) - held))
             yield
         before = self._taken(at)
-        self._add("text", before if said or before.strip() else "")
+        self._add("text", before if self._said or before.strip() else "")
 
     def _messages(self) -> Generator[None]:
         """An output that is messages: their channels say what they are."""
-        form = self._form
+        form, mark = self._form, self._form.closing + self._form.opening
         while True:
             while (at := self._rest.find(_BODY)) < 0:
                 yield
             head = self._taken(at + len(_BODY))
             called = _CALLED.search(head)
-            kind: Literal["text", "reasoning", "arguments"] = "text"
             if called is not None:
                 self._found.append(Piece("name", called[1], new_call_id()))
-                kind = "arguments"
-            elif "<|channel|>analysis" in head:
+                self.within = True
+                yield from self._object()
+                self.within = False
+                continue
+            kind: Literal["text", "reasoning"] = "text"
+            if "<|channel|>analysis" in head:
                 kind = "reasoning"
-            while (at := self._rest.find(form.closing)) < 0:
-                held = 0 if self._ended else _overlap(self._rest, form.closing)
+            while (at := self._rest.find(mark)) < 0 or "<|channel|>final" in head:
+                held = _overlap(self._rest, mark)
+                if "<|channel|>final" in head or (self._ended and held < len(form.closing)):
+                    held = 0  # the last message, or characters that look like an end
                 self._add(kind, self._taken(len(self._rest) - held))
                 yield
             self._add(kind, self._taken(at + len(form.closing))[:at])
@@ -196,7 +206,7 @@ class CallReader:
                 self._add("arguments", _json(some)[1:-1])
             yield
         value = self._taken(at + len(last))[:at]
-        self._add("arguments", _json(value)[1:] if quote else _json(argument.read(value)))
+        self._add("arguments", _json(value)[1:] if quote else argument.as_json(value))
 
 
 def new_call_id() -> str:

@@ -103,6 +103,45 @@ def test_what_looks_like_a_call_and_is_none() -> None:
     assert read(FORMATS["hermes"], [text]) == (text, [])
 
 
+@pytest.mark.parametrize("form", IN_TEXTS, ids=lambda form: form.name)
+def test_a_call_behind_what_looks_like_one(form: ToolFormat) -> None:
+    """A marker that is a token may be spelled in a text, and a thinking may speak of it."""
+    said = f"I write {form.trigger}, {form.opening}x, {form.trigger}{form.trigger} and {{: "
+    whole = f"{said}{form.opening}{called(form, 'get_weather', ARGUMENTS)}{form.closing}"
+    text, found = read(form, [whole])
+    assert text == said and [name for name, _ in found] == ["get_weather"]
+    for at in range(1, len(whole)):
+        assert read(form, [whole[:at], whole[at:]]) == (text, found), whole[:at]
+    assert read(form, list(whole)) == (text, found)
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("NaN", {}, '"NaN"'),
+        ("-Infinity", {"type": ["number", "string"]}, '"-Infinity"'),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("1e999", {}, "1e999"),
+        ("0.10000000000000000555", {"type": "number"}, "0.10000000000000000555"),
+        ("9" * 5000, {"type": "integer"}, "9" * 5000),
+        ("1.0", {"type": ["integer", "string"]}, "1.0"),
+        ('{"a": 1, "a": 2}', {"type": "object"}, '{"a": 1, "a": 2}'),
+        ("None", {"type": ["null", "string"]}, '"None"'),
+    ],
+)
+def test_numbers_stay_as_they_were_written(text: str, schema: object, value: str) -> None:
+    """And what JSON has no number for is a text."""
+    form = FORMATS["qwen3_coder"]
+    assert form.argument is not None
+    first, last = form.argument
+    whole = f"{form.called('f')}{first.replace('{key}', 'v')}{text}{last}{form.end}"
+    functions = {"f": {"type": "object", "properties": {"v": schema}}}
+    for pieces in ([whole], list(whole)):
+        reader = CallReader(form, functions)
+        found = [piece for some in pieces for piece in reader.push(some)]
+        assert together(found) == ("", [("f", f'{{"v": {value}}}')])
+
+
 @pytest.mark.parametrize(
     ("name", "calls", "ids"),
     [
@@ -148,4 +187,12 @@ def test_messages_that_name_their_channels() -> None:
             rest = [piece for piece in found if piece.kind != "reasoning"]
             assert together(rest) == ("Let me see.", [("get", '{"a": "<|e"}')])
     assert read(form, ["<|channel|>final<|message|>Hello <|"]) == ("Hello <|", [])
+    marks = "<|end|> ends, <|message|> begins, <|end|><|start|>assistant"
+    assert read(form, [f"<|channel|>final<|message|>{marks}"]) == (marks, [])
+    thought = "<|channel|>commentary<|message|><|end|> {ends<|end|><|start|>assistant"
+    call = f"<|channel|>commentary to=functions.get json<|message|>{json.dumps({'a': marks})}"
+    for whole in (thought + call, thought[:-18], thought[:-18] + "<|st"):
+        expected = "<|end|> {ends", [("get", json.dumps({"a": marks}))] if call in whole else []
+        for at in range(len(whole)):
+            assert read(form, [whole[:at], whole[at:]]) == expected, whole[:at]
     assert read(form, ["<|channel|>fin"]) == ("", [])
