@@ -65,8 +65,10 @@ class Pass:
 
 
 def num_captured(engine: SpecEngine) -> int:
-    """Steps that an engine has captured."""
-    return engine.runner.graphs.num_captured if engine.runner.graphs else 0
+    """Steps and prefills that an engine has captured."""
+    runner = engine.runner
+    kinds = (runner.graphs, runner.guided_graphs, runner.prefill_graphs)
+    return sum(graphs.num_captured for graphs in kinds if graphs is not None)
 
 
 def run_set(

@@ -20,8 +20,8 @@ from specdec.session.outputs import GenerationResult
 from specdec.session.prompts import PromptReader
 
 WARMUP_TOKENS = 24
-"""Output tokens that half of the requests of a warm-up have, at most; half of the others twice as
-many, and so on, each one more than the one before: so many are left for steps of each size.
+"""Output tokens, at most, that requests of a warm-up have while others wait; half of the last ones
+have as many, half of the others twice as many, and so on, each one more than the one before.
 """
 
 
@@ -91,16 +91,18 @@ class LocalSystem:
         return LocalSystem(self.decoder.plain())
 
     def warm_up(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> None:
-        """See `System`. The requests end one by one, so steps of every size are captured; without
-        captured steps a short one of its own is enough.
+        """See `System`. Twice as many as there are at once end one by one, so that steps of every
+        size are captured, and prefills beside others; without captures a short one is enough.
         """
         engine, brief = self.decoder.engine, list[tuple[list[int], SamplingParams]]()
-        pairs = list(zip(prompts, samplings, strict=True))[: engine.config.max_num_seqs]
+        at_once = engine.config.max_num_seqs
+        pairs = list(zip(prompts, samplings, strict=True))[: 2 * at_once]
         if engine.runner.graphs is None:
             pairs = [([self.reader.tokenizer.eos_token_id], SamplingParams(ignore_eos=True))]
         for number, (prompt, sampling) in enumerate(pairs):
-            halvings = len(pairs).bit_length() - (len(pairs) - number).bit_length() + 1
-            most = min(sampling.max_tokens, WARMUP_TOKENS * halvings + number)
+            left = min(len(pairs) - number, at_once)
+            halvings = at_once.bit_length() - left.bit_length() + 1
+            most = min(sampling.max_tokens, WARMUP_TOKENS * halvings + number % at_once)
             brief.append((prompt, replace(sampling, max_tokens=most)))
         for _ in range(MAX_WARMUP):
             captured = num_captured(engine)

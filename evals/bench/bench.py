@@ -63,7 +63,7 @@ class _Side(Side):
 
     @property
     def num_captured(self) -> int:
-        """Steps that its engine has captured."""
+        """Steps and prefills that its engine has captured."""
         return 0 if self.peer else num_captured(self.decoder.engine)
 
 
