@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,8 +40,11 @@ class _Way(NamedTuple):
     role: str = "tool"
 
 
-_ways: dict[tuple[str, bool], _Way] = {}
-"""By template, for calls alone and for calls beside a text."""
+_ways: dict[tuple[str, bool, bool], _Way] = {}
+"""By template, for calls alone and beside a text, for one call and for several."""
+
+_short_ids: dict[str, bool] = {}
+"""By template, whether it refuses ids of calls that are not of nine letters and digits."""
 
 
 def for_template(
@@ -59,16 +63,45 @@ def for_template(
             message["role"] = "system"
         elif message.get("role") == "tool":
             message["role"] = _way(tokenizer, said=False).role
-        elif isinstance(calls, list) and calls and all(map(_is_call, calls)):
-            way = _way(tokenizer, said=bool(message.get("content")))
+        elif calls:
+            way = _way(tokenizer, said=bool(message.get("content")), several=len(calls) > 1)
             message = _with_calls(message, way, tokenizer)
-        made.append(_as_read(message, tokenizer))
+        message = _as_read(message, tokenizer)
+        made.append(_with_short_ids(message) if _wants_short_ids(tokenizer) else message)
     return made
 
 
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+def _wants_short_ids(tokenizer: PreTrainedTokenizerBase) -> bool:
+    template = template_of(tokenizer)
+    if template not in _short_ids:
+        way = _way(tokenizer, said=False)
+        short, long = (_probed(tokenizer, way, number=one) for one in ("probe1234", "call_1234567"))
+        _short_ids[template] = bool(short) and not long
+    return _short_ids[template]
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    made = dict(message)
+    if isinstance(number := message.get("tool_call_id"), str):
+        made["tool_call_id"] = _short(number)
+    if calls := message.get("tool_calls"):
+        named = ((call, call.get("id")) for call in calls)
+        made["tool_calls"] = [
+            {**call, "id": _short(number)} if isinstance(number, str) else call
+            for call, number in named
+        ]
+    return made
+
+
+def _short(number: str) -> str:
+    """Nine letters and digits in place of an id.
+
+    >>> _short("abc123XYZ"), _short("call_1")
+    ('abc123XYZ', '74196fe72')
+    """
+    if len(number) == 9 and number.isascii() and number.isalnum():
+        return number
+    return hashlib.sha256(number.encode(errors="replace")).hexdigest()[:9]
 
 
 def _as_read(message: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -83,40 +116,49 @@ def _as_read(message: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dic
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def _way(tokenizer: PreTrainedTokenizerBase, *, said: bool) -> _Way:
-    """The first way in which the template shows a call, its result, and what was `said` before."""
-    key = template_of(tokenizer), said
+def _way(tokenizer: PreTrainedTokenizerBase, *, said: bool, several: bool = False) -> _Way:
+    """The first way in which the template shows calls, their result, and what was `said` before."""
+    key = template_of(tokenizer), said, several
     if key not in _ways:
-        found = next((way for way in _tried(tokenizer, said)), None)
+        found = next((way for way in _tried(tokenizer, said, several)), None)
         if found is None and said:
             logger.warning("the chat template leaves out what is said beside calls of tools")
-        elif found is not None and found.written and not said:
+        elif found is not None and found.written and not (said or several):
             text = "the chat template knows no calls of tools"
             logger.warning(f"{text}: earlier ones are given within the text")
-        if found is not None and found.role != "tool" and not said:
+        if found is not None and found.role != "tool" and not (said or several):
             text = "the chat template knows no role tool"
             logger.warning(f"{text}: its messages are given as those of the user")
-        _ways[key] = found or (_way(tokenizer, said=False) if said else _Way())
+        usual = _Way() if not said else _way(tokenizer, said=False, several=several)
+        _ways[key] = found or usual
     return _ways[key]
 
 
-def _tried(tokenizer: PreTrainedTokenizerBase, said: bool) -> Iterator[_Way]:
+def _tried(tokenizer: PreTrainedTokenizerBase, said: bool, several: bool) -> Iterator[_Way]:
     """The ways that lose nothing. Arguments as Python writes objects come last but for calls that
     are written: some models call in that way."""
-    roles = (_way(tokenizer, said=False).role,) if said else ("tool", "user")
+    roles = (_way(tokenizer, said=False).role,) if said or several else ("tool", "user")
     for role, written, literal in product(roles, (False, True), (False, True)):
         for empty, objects in product(("", None), (True, False)):
             way = _Way(objects, empty, written, role)
-            shown = _probed(tokenizer, way, said)
+            shown = _probed(tokenizer, way, said=said, count=1 + several)
             whole = all(text in shown for text in (PROBE, _RESULT, _SAID if said else ""))
+            whole = whole and shown.count(PROBE) > several
             if whole and (literal or f"'{PROBE}'" not in shown):
                 yield way
 
 
-def _probed(tokenizer: PreTrainedTokenizerBase, way: _Way, said: bool) -> str:
-    """What the template makes of a conversation with a call."""
-    function, number = {"name": "probe", "arguments": {"a": PROBE}}, "probe1234"
-    calls = [{"id": number, "type": "function", "function": function}]
+def _probed(
+    tokenizer: PreTrainedTokenizerBase,
+    way: _Way,
+    *,
+    said: bool = False,
+    count: int = 1,
+    number: str = "probe1234",
+) -> str:
+    """What the template makes of a conversation with calls."""
+    function = {"name": "probe", "arguments": {"a": PROBE}}
+    calls = [{"id": number, "type": "function", "function": function}] * count
     called = {"role": "assistant", "content": _SAID if said else "", "tool_calls": calls}
     result = {"role": way.role, "tool_call_id": number, "name": "probe", "content": _RESULT}
     end = [{"role": "assistant", "content": "b"}, *user("c")]

@@ -162,14 +162,17 @@ def _readable(number: int, message: Any) -> dict[str, Any]:
         what = f"the content of message {number} is a {type(content).__name__}"
         raise InvalidInputError(f"{what}; give text")
     made = {**message, "content": content}
+    if not isinstance(thought := message.get("reasoning_content"), str | None):
+        what = f"the reasoning_content of message {number} is {shown(thought)}"
+        raise InvalidInputError(f"{what}; give text")
     calls = message.get("tool_calls")
     if not calls and isinstance(message.get("function_call"), Mapping):
         function = dict(made.pop("function_call"))
         calls = [{"id": _call_id(number), "type": "function", "function": function}]
     elif message["role"] == "function":
         made = {"tool_call_id": _call_id(number - 1), **made, "role": "tool"}
-    if isinstance(calls, list):
-        made["tool_calls"] = [_parsed_call(call) for call in calls]
+    if calls:
+        made["tool_calls"] = _parsed_calls(number, calls)
     return made
 
 
@@ -190,11 +193,19 @@ def _text_of(number: int, part: Any) -> str:
     raise InvalidInputError(f"message {number} holds a part of type {shown(kind)}; give text alone")
 
 
-def _parsed_call(call: Any) -> Any:
+def _parsed_calls(number: int, calls: Any) -> list[dict[str, Any]]:
+    way_out = 'give a list of calls: {"type": "function", "function": {"name": ...}}'
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if not named or not isinstance(calls, list):
+            raise InvalidInputError(f"message {number} has the call {shown(call)}; {way_out}")
+    return [_parsed_call(call) for call in calls]
+
+
+def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
     """A call of a tool, whose arguments come as JSON and are read by templates as an object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return call
+    function = call["function"]
     given = function.get("arguments")
     if not isinstance(given, str | None):
         return call

@@ -30,6 +30,10 @@ TEMPLATES = {
     "lost role": LOST_ROLE,
     "parts": _EACH + "{% for p in m.content %}{{ p.text }}{% endfor %}" + _CALLS + _END,
     "told of tools": "{% for t in tools %}{{ t.function.name }}{% endfor %}" + BESIDE,
+    "one call": BESIDE.replace("<", "{% if loop.length > 1 %}{{ 1 / 0 }}{% endif %}<"),
+    "short ids": BESIDE.replace(
+        "<", "{% if c.id | length != 9 %}{{ raise_exception('nine letters') }}{% endif %}<"
+    ).replace("[{{", "{% if (m.tool_call_id or 9 * 'a') | length != 9 %}{{ 1 / 0 }}{% endif %}[{{"),
     "python": BESIDE.replace(" | tojson", ""),
 }
 TOOLS = [{"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}]
@@ -97,3 +101,20 @@ def test_calls_that_no_template_shows_are_written_as_the_model_does(
     strict = strict.replace(_OTHERS, "{% if '{' in m.content %}{{ 1 / 0 }}{% endif %}" + _OTHERS)
     said["content"] = "lost"
     assert "lost" not in rendered(strict, chat) and "leaves out what is said" in caplog.messages[-1]
+
+
+def test_a_result_has_the_id_of_its_call() -> None:
+    """Also where ids of another form are given another one."""
+    ids = "{{ m.tool_call_id }}{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %},"
+    template = TEMPLATES["short ids"].removesuffix(_END) + ids + _END
+    function = {"name": "f", "arguments": "{}"}
+    for number in ("call_0123456789", "abc123XYZ", "", "é" * 9):
+        calls = [{"id": number, "type": "function", "function": function}]
+        result = {"role": "tool", "tool_call_id": number, "content": "b"}
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": calls},
+            result,
+        ]
+        one, other = (part[-9:] for part in rendered(template, chat).split(",")[1:3])
+        assert one == other and one.isascii() and (one == number) == (number == "abc123XYZ")

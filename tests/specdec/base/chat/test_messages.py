@@ -29,6 +29,8 @@ CALLS = (
     " endfor %}{% endfor %}"
 )
 
+MALFORMED: list[Any] = [[None], ["x"], [{}], [{"function": "x"}], [{"function": {}}], "x", 5]
+
 
 def rendered(template: str, messages: list[dict[str, Any]]) -> str:
     decoder: SpecDecoder = tiny_decoder()
@@ -123,6 +125,16 @@ def test_what_stands_for_a_text(message: dict[str, Any], text: str) -> None:
             "message 0 holds a part of type 'image_url'",
         ),
         ({"role": "user", "content": [3]}, "message 0 holds a part of type 'int'"),
+        *(
+            ({"role": "assistant", "tool_calls": calls}, "message 0 has the call .* give a list")
+            for calls in MALFORMED
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": 5}}]},
+            "message 0 has the call",
+        ),
+        ({"role": "assistant", "function_call": {"name": None}}, "message 0 has the call"),
+        ({"role": "assistant", "reasoning_content": ["a"]}, "the reasoning_content of message 0"),
     ],
 )
 def test_what_is_no_message(message: Any, reason: str) -> None:
