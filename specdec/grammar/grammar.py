@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+from specdec.base.chat.tools import FORMATS
 from specdec.base.errors import InvalidInputError, one_line, shown
 from specdec.base.validation import entries
 from specdec.grammar.calls import Calls
@@ -89,6 +90,13 @@ class Grammar:
     def markers(self) -> frozenset[int]:
         """Special tokens that calls are written with, and that the text of an output shows."""
         return frozenset(Calls.of(self.text).markers.values() if self.kind == "calls" else ())
+
+    @property
+    def trigger(self) -> str | None:
+        """What ends a free text and begins calls; None where no text is free."""
+        asked = Calls.of(self.text) if self.kind == "calls" else None
+        free = asked is not None and not asked.required and asked.answer is None
+        return FORMATS[asked.form].trigger if asked is not None and free else None
 
     @property
     def is_quick(self) -> bool:

@@ -263,3 +263,13 @@ class IncrementalDecoder:
         self._searched -= end
         self._taken.append(piece)
         return piece
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many of the last characters of a text may begin a mark.
+
+    >>> overlap("a <tool", "<tool_call>"), overlap("a", "<tool_call>")
+    (5, 0)
+    """
+    sizes = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((size for size in sizes if mark.startswith(text[-size:])), 0)

@@ -1,12 +1,12 @@
-"""The text of an output in two parts, its thinking and its answer, parted by token ids."""
+"""The text of an output in two parts, its thinking and its answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.base.chat.thinking import Phase, Place, Thinking, thinking_of
-from specdec.session.text import IncrementalDecoder
+from specdec.base.chat.thinking import Phase, Place, Thinking, spelled_tags, thinking_of
+from specdec.session.text import IncrementalDecoder, overlap, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,12 +18,23 @@ if TYPE_CHECKING:
 class PartedDecoder(IncrementalDecoder):
     """An `IncrementalDecoder` that knows which text is thinking and which answer; tags are neither.
 
-    Args:
-        tokenizer, stop, options: see `IncrementalDecoder`.
-
     Attributes:
         parts: thinking and answer of all text that was handed out, as far as it is known which.
         new_parts: of these what the last piece brought.
+    """
+
+    parts = new_parts = ("", "")
+
+    def _told(self, thinking: str, answer: str) -> None:
+        self.new_parts = thinking, answer
+        self.parts = self.parts[0] + thinking, self.parts[1] + answer
+
+
+class TokenParted(PartedDecoder):
+    """Parted by token ids.
+
+    Args:
+        tokenizer, stop, options: see `IncrementalDecoder`.
     """
 
     def __init__(
@@ -36,7 +47,6 @@ class PartedDecoder(IncrementalDecoder):
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, stop, **options)
-        self.parts = self.new_parts = ("", "")
         self._thinking, self._place = thinking, place
         self._num_told = self._num_parted = 0  # characters that were handed out, and parted
         self._unparted = ""  # those between
@@ -102,28 +112,91 @@ class PartedDecoder(IncrementalDecoder):
         for (begin, phase), until in zip(self._bounds, ends, strict=True):
             first, last = (max(0, min(place, end) - self._num_parted) for place in (begin, until))
             found[phase] += self._unparted[first:last]
-        self.new_parts = found[Phase.WITHIN], found[Phase.BEHIND]
-        self.parts = self.parts[0] + self.new_parts[0], self.parts[1] + self.new_parts[1]
+        self._told(found[Phase.WITHIN], found[Phase.BEHIND])
         done = max(0, end - self._num_parted)
         self._unparted, self._num_parted = self._unparted[done:], self._num_parted + done
         return piece
+
+
+class TextParted(PartedDecoder):
+    """Parted by tags that are text like any other, and may be cut into tokens in any way.
+
+    Args:
+        tags: what opens and closes the thinking.
+        phase: of the output, before its first token.
+        trigger: what begins a call, which ends the thinking as well.
+        tokenizer, stop, options: see `IncrementalDecoder`.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        tags: tuple[str, str],
+        phase: Phase,
+        trigger: str | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._opening, self._phase = tags[0], phase
+        self._ends = [one for one in (tags[1], trigger) if one]
+        self._unparted = ""
+
+    def take(self) -> str:
+        return self._part(super().take(), end=False)
+
+    def finish(self) -> str:
+        return self._part(super().finish(), end=True)
+
+    def _part(self, piece: str, *, end: bool) -> str:
+        """Parts what was handed out, but for what may begin a tag."""
+        self._unparted += piece
+        thinking, begun = "", self._unparted.lstrip()
+        if self._phase is Phase.BEFORE and begun.startswith(self._opening):
+            self._phase, self._unparted = Phase.WITHIN, begun.removeprefix(self._opening)
+        elif self._phase is Phase.BEFORE and (end or not self._opening.startswith(begun)):
+            self._phase = Phase.BEHIND
+        if self._phase is Phase.WITHIN:
+            text = self._unparted
+            places = {text.find(one): one for one in self._ends if one in text}
+            held = 0 if end else max(overlap(text, one) for one in self._ends)
+            at = min(places, default=len(text) - held)
+            thinking, self._unparted = text[:at], text[at:].removeprefix(self._ends[0])
+            self._phase = Phase.BEHIND if places else Phase.WITHIN
+        answer = self._unparted if self._phase is Phase.BEHIND else ""
+        self._unparted = self._unparted[len(answer) :]
+        self._told(thinking, answer)
+        return piece
+
+
+def parted_decoder(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], sampling: SamplingParams
+) -> PartedDecoder | None:
+    """What parts an output; None where the target does not think.
+
+    A grammar knows no thinking that is spelled: what it holds from the first token on is an answer,
+    unless that is a text that may end with calls.
+    """
+    options: Any = {"min_tokens": sampling.min_tokens or 0, **sampling.special_tokens}
+    if (thinking := thinking_of(tokenizer)) is not None:
+        place = thinking.behind_prompt(prompt)
+        return TokenParted(tokenizer, sampling.stop, thinking=thinking, place=place, **options)
+    tags, grammar = spelled_tags(tokenizer), sampling.grammar
+    trigger = None if grammar is None else grammar.trigger
+    if tags is None or (grammar is not None and trigger is None):
+        return None
+    before = text_of(tokenizer, list(prompt[-32:]), skip_special_tokens=False).rstrip()
+    ends = {tags[0]: Phase.WITHIN, tags[1]: Phase.BEHIND}
+    phase = next((ends[tag] for tag in ends if before.endswith(tag)), Phase.BEFORE)
+    return TextParted(tokenizer, sampling.stop, tags=tags, phase=phase, trigger=trigger, **options)
 
 
 def parts_of(
     tokenizer: PreTrainedTokenizerBase, result: GenerationResult, sampling: SamplingParams
 ) -> tuple[str, str] | None:
     """Thinking and answer of an output that has ended; None where the target does not think."""
-    thinking = thinking_of(tokenizer)
-    if thinking is None:
+    text = parted_decoder(tokenizer, result.prompt_token_ids, sampling)
+    if text is None:
         return None
-    text = PartedDecoder(
-        tokenizer,
-        sampling.stop,
-        thinking=thinking,
-        place=thinking.behind_prompt(result.prompt_token_ids),
-        min_tokens=sampling.min_tokens or 0,
-        **sampling.special_tokens,
-    )
     text.push(result.token_ids)
     text.finish()
     return text.parts

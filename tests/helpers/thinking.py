@@ -15,6 +15,9 @@ SWITCHED = _TURNS + _BEGIN + "{% if " + _OFF + " %}<think></think>{% endif %}{% 
 OPENED = _TURNS + _BEGIN + "<think>{% endif %}"
 """As DeepSeek-R1: the prompt opens the thinking."""
 
+SPELLED = "{# text #}" + OPENED
+"""As OLMo 3: the same, where tags are text like any other."""
+
 LED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant "
     " <think>{{ m.reasoning_content }}</think>{{ m.content }}<|im_end|>"
@@ -32,6 +35,7 @@ CHANNELS = (
 _TAGS = {
     SWITCHED: (("<|im_start|>", "<|im_end|>"), ("<think>", "</think>")),
     OPENED: (("<|im_start|>", "<|im_end|>"), ("<think>", "</think>")),
+    SPELLED: (("<|im_start|>", "<|im_end|>"), ()),
     LED: (("<|im_start|>", "<|im_end|>"), ("<think>", "</think>")),
     CHANNELS: (("<|start|>", "<|end|>", "<|channel|>", "<|message|>"), ()),
 }

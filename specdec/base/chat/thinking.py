@@ -13,7 +13,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specdec.base.chat.messages import PROBE, rendering
+from specdec.base.chat.messages import PROBE, rendering, template_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,6 +138,14 @@ def thinking_of(tokenizer: PreTrainedTokenizerBase) -> Thinking | None:
             lead = _ids(tokenizer, {}, _lead(tokenizer, texts[0]))
             return Thinking(forms[0], forms[1], forms[2], frozenset(added.values()), lead)
     return None
+
+
+def spelled_tags(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+    """What opens and closes a thinking, where the chat template has it and it is no token, as with
+    OLMo 3, Hunyuan and models on Llama's vocabulary; None elsewhere."""
+    if thinking_of(tokenizer) is not None or "think>" not in template_of(tokenizer):
+        return None
+    return "<think>", "</think>"
 
 
 def _lead(tokenizer: PreTrainedTokenizerBase, opening: str) -> str:

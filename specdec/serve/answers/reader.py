@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from specdec.base.chat.tools import ToolFormat
 from specdec.grammar.schema.arguments import Argument, arguments_of
+from specdec.session.text import overlap
 
 _BODY, _CALLED = "<|message|>", re.compile(r"to=functions\.([\w.-]+)")
 _ID = string.ascii_letters + string.digits
@@ -94,7 +95,7 @@ class CallReader:
         trigger = self._form.trigger
         while (at := self._rest.find(trigger)) < 0:
             if self._said or self._ended or self._rest.strip():
-                held = 0 if self._ended else _overlap(self._rest, trigger)
+                held = 0 if self._ended else overlap(self._rest, trigger)
                 self._said = self._said or len(self._rest) > held
                 self._add("text", self._taken(len(self._rest) - held))
             yield
@@ -119,7 +120,7 @@ class CallReader:
             if "<|channel|>analysis" in head:
                 kind = "reasoning"
             while (at := self._rest.find(mark)) < 0 or "<|channel|>final" in head:
-                held = _overlap(self._rest, mark)
+                held = overlap(self._rest, mark)
                 if "<|channel|>final" in head or (self._ended and held < len(form.closing)):
                     held = 0  # the last message, or characters that look like an end
                 self._add(kind, self._taken(len(self._rest) - held))
@@ -202,7 +203,7 @@ class CallReader:
         self._add("arguments", quote)
         while (at := self._rest.find(last)) < 0:
             if quote:
-                some = self._taken(len(self._rest) - _overlap(self._rest, last))
+                some = self._taken(len(self._rest) - overlap(self._rest, last))
                 self._add("arguments", _json(some)[1:-1])
             yield
         value = self._taken(at + len(last))[:at]
@@ -216,13 +217,3 @@ def new_call_id() -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _overlap(text: str, mark: str) -> int:
-    """How many of the last characters of a text may begin a mark.
-
-    >>> _overlap("a <tool", "<tool_call>"), _overlap("a", "<tool_call>")
-    (5, 0)
-    """
-    sizes = range(min(len(text), len(mark) - 1), 0, -1)
-    return next((size for size in sizes if mark.startswith(text[-size:])), 0)

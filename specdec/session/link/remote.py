@@ -9,14 +9,13 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from specdec.base.chat.thinking import thinking_of
 from specdec.base.errors import CapacityError
 from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.handle import Handle, Stream
 from specdec.session.link.channel import Channel, Facts, Numbers, Rows, error_of, packed, unpacked
 from specdec.session.text import IncrementalDecoder, text_of
-from specdec.session.thinking import PartedDecoder
+from specdec.session.thinking import parted_decoder
 
 _FORMS: dict[str, Callable[[Any], Any]] = {
     "num_by_rank": lambda pairs: Counter(dict(pairs)),
@@ -93,13 +92,11 @@ class Remote:
         request = self.admission.new_request(prompt_token_ids, sampling)
         tokenizer = self.reader.tokenizer
         text: IncrementalDecoder | None = None
-        thinking = thinking_of(tokenizer) if parted else None
         special = sampling.special_tokens
-        options: Any = {"min_tokens": sampling.min_tokens or 0, **special}
-        if thinking is not None:
-            options |= {"thinking": thinking, "place": thinking.behind_prompt(prompt_token_ids)}
-            text = PartedDecoder(tokenizer, sampling.stop, **options)
-        elif incremental or sampling.stop:
+        if parted:
+            text = parted_decoder(tokenizer, prompt_token_ids, sampling)
+        if text is None and (incremental or sampling.stop):
+            options: Any = {"min_tokens": sampling.min_tokens or 0, **special}
             text = IncrementalDecoder(tokenizer, sampling.stop, **options)
         whole = partial(text_of, tokenizer, **special)
         handle = Handle(self, stream, request, index, text, whole)

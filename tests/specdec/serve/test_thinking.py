@@ -11,7 +11,7 @@ pytest.importorskip("xgrammar")
 from specdec.base.config import EngineConfig
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.live_server import MODEL, live_server
-from tests.helpers.thinking import OPENED, SWITCHED, thinking_tokenizer
+from tests.helpers.thinking import OPENED, SPELLED, SWITCHED, thinking_tokenizer
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -122,4 +122,23 @@ def test_a_model_that_does_not_think() -> None:
         with pytest.raises(
             openai.BadRequestError, match="no token that is known to end a thinking"
         ):
+            client.chat.completions.create(**ASKED, extra_body={"thinking_token_budget": 5})
+
+
+def test_a_thinking_whose_tags_are_text() -> None:
+    """It is told apart; a budget is refused, and a grammar holds from the first token on."""
+    with live_server(decoder_of(SPELLED)) as live:
+        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none")
+        message: Any = client.chat.completions.create(**ASKED).choices[0].message
+        assert message.reasoning_content and message.content == ""
+        parts = ["", ""]
+        for event in client.chat.completions.create(**ASKED, stream=True):
+            delta: Any = event.choices[0].delta
+            parts[0] += getattr(delta, "reasoning_content", None) or ""
+            parts[1] += delta.content or ""
+        assert parts == [message.reasoning_content, ""]
+        held = client.chat.completions.create(**ASKED, extra_body={"guided_regex": "(ab)+"})
+        answer: Any = held.choices[0].message
+        assert answer.content.startswith("ab") and not hasattr(answer, "reasoning_content")
+        with pytest.raises(openai.BadRequestError, match="no token that is known"):
             client.chat.completions.create(**ASKED, extra_body={"thinking_token_budget": 5})
