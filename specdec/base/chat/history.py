@@ -30,12 +30,14 @@ class _Way(NamedTuple):
     Attributes:
         objects: arguments are objects, and not JSON.
         empty: the content of a message that has calls alone.
+        apart: each of several calls is a message of its own, behind which its result stands.
         written: calls stand in the content, as the model writes them.
         role: of results.
     """
 
     objects: bool = True
     empty: str | None = ""
+    apart: bool = False
     written: bool = False
     role: str = "tool"
 
@@ -54,8 +56,10 @@ def for_template(
     that it does not know, no call that it does not show, and nothing of `asks_to_continue`.
     """
     template, made = template_of(tokenizer), list[dict[str, Any]]()
-    for given in messages:
-        message = {key: given[key] for key in given if key not in CONTINUED}
+    known = [{key: one[key] for key in one if key not in CONTINUED} for one in messages]
+    if any(len(message.get("tool_calls") or ()) > 1 for message in known):
+        known = _apart(known) if _way(tokenizer, said=False, several=True).apart else known
+    for message in known:
         calls = message.get("tool_calls")
         if message.get("role") == "developer" and "developer" not in template:
             text = "the chat template knows no role developer"
@@ -68,6 +72,26 @@ def for_template(
             message = _with_calls(message, way, tokenizer)
         message = _as_read(message, tokenizer)
         made.append(_with_short_ids(message) if _wants_short_ids(tokenizer) else message)
+    return made
+
+
+def _apart(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, in which none has several calls."""
+    made, waiting = list[dict[str, Any]](), list(messages)
+    while waiting:
+        message = waiting.pop(0)
+        calls, results = message.get("tool_calls") or [], list[dict[str, Any]]()
+        if len(calls) < 2:
+            made.append(message)
+            continue
+        while waiting and waiting[0].get("role") == "tool":
+            results.append(waiting.pop(0))
+        for call in calls:
+            own = [one for one in results if one.get("tool_call_id") == call.get("id")]
+            results = [one for one in results if one not in own]
+            made += [{**message, "tool_calls": [call]}, *own]
+            message = {"role": message["role"], "content": ""}
+        made += results
     return made
 
 
@@ -121,8 +145,10 @@ def _way(tokenizer: PreTrainedTokenizerBase, *, said: bool, several: bool = Fals
     key = template_of(tokenizer), said, several
     if key not in _ways:
         found = next((way for way in _tried(tokenizer, said, several)), None)
-        if found is None and said:
-            logger.warning("the chat template leaves out what is said beside calls of tools")
+        if found is None:
+            lost = "is said beside" if said else "belongs to"
+            calls = "several calls of tools" if several else "a call of tools"
+            logger.warning(f"the chat template may leave out what {lost} {calls}")
         elif found is not None and found.written and not (said or several):
             text = "the chat template knows no calls of tools"
             logger.warning(f"{text}: earlier ones are given within the text")
@@ -138,12 +164,13 @@ def _tried(tokenizer: PreTrainedTokenizerBase, said: bool, several: bool) -> Ite
     """The ways that lose nothing. Arguments as Python writes objects come last but for calls that
     are written: some models call in that way."""
     roles = (_way(tokenizer, said=False).role,) if said or several else ("tool", "user")
-    for role, written, literal in product(roles, (False, True), (False, True)):
+    shapes = [(False, False), *([(True, False)] if several else []), (False, True)]
+    for role, (apart, written), literal in product(roles, shapes, (False, True)):
         for empty, objects in product(("", None), (True, False)):
-            way = _Way(objects, empty, written, role)
+            way = _Way(objects, empty, apart, written, role)
             shown = _probed(tokenizer, way, said=said, count=1 + several)
-            whole = all(text in shown for text in (PROBE, _RESULT, _SAID if said else ""))
-            whole = whole and shown.count(PROBE) > several
+            whole = min(shown.count(PROBE), shown.count(_RESULT)) > several
+            whole = whole and (not said or _SAID in shown)
             if whole and (literal or f"'{PROBE}'" not in shown):
                 yield way
 
@@ -157,13 +184,19 @@ def _probed(
     number: str = "probe1234",
 ) -> str:
     """What the template makes of a conversation with calls."""
-    function = {"name": "probe", "arguments": {"a": PROBE}}
-    calls = [{"id": number, "type": "function", "function": function}] * count
+    function, numbers = {"name": "probe", "arguments": {"a": PROBE}}, [number, "probe5678"][:count]
+    calls = [{"id": one, "type": "function", "function": function} for one in numbers]
     called = {"role": "assistant", "content": _SAID if said else "", "tool_calls": calls}
-    result = {"role": way.role, "tool_call_id": number, "name": "probe", "content": _RESULT}
+    results = [{"role": "tool", "tool_call_id": one, "content": _RESULT} for one in numbers]
     end = [{"role": "assistant", "content": "b"}, *user("c")]
-    messages = [*user("a"), _with_calls(called, way, tokenizer), result, *end]
-    read = [_as_read(message, tokenizer) for message in messages]
+    messages: list[dict[str, Any]] = [*user("a"), called, *results, *end]
+    read = list[dict[str, Any]]()
+    for message in _apart(messages) if way.apart else messages:
+        if message["role"] == "tool":
+            message["role"] = way.role
+        elif message.get("tool_calls"):
+            message = _with_calls(message, way, tokenizer)
+        read.append(_as_read(message, tokenizer))
     about = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "function", "function": about}]
     return rendering(tokenizer, read, tools=tools) or rendering(tokenizer, read)
