@@ -89,8 +89,15 @@ class TokenParted(PartedDecoder):
             self._closing.append(begin)
         if phase is before.phase:
             del self._closing[: len(self._closing) - self._place.matched]
+            in_head = self._bounds[-1][1] is Phase.BEFORE
+            edge = self._thinking.head[in_head] if self._thinking.head else None
+            if phase is Phase.WITHIN and token == edge:
+                bound = (self._length, phase) if in_head else (begin, Phase.BEFORE)
+                self._bounds.append(bound)
             return
         if before.phase is Phase.WITHIN:
+            if self._bounds[-1][1] is Phase.BEFORE:  # the head of the answer
+                self._bounds.pop()
             self._bounds += [(self._closing[0], Phase.BEFORE), (self._length, phase)]
         elif phase is Phase.WITHIN or before.left[1] == (token,):
             self._bounds.append((self._length, phase))

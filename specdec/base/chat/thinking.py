@@ -71,6 +71,7 @@ class Thinking:
         answering: what opens an answer without thinking; nothing in most forms.
         added: tokens that the tokenizer takes for no text, such as those of turns.
         lead: blanks that may stand before the opening: GLM-4.5 begins its turns with a line break.
+        head: what begins and ends the heads of messages that name their channels; else nothing.
     """
 
     opening: tuple[int, ...]
@@ -78,6 +79,7 @@ class Thinking:
     answering: tuple[int, ...]
     added: frozenset[int]
     lead: tuple[int, ...]
+    head: tuple[int, ...]
 
     @property
     def start(self) -> Place:
@@ -136,7 +138,8 @@ def thinking_of(tokenizer: PreTrainedTokenizerBase) -> Thinking | None:
         forms = [_ids(tokenizer, added, text) for text in texts]
         if forms[0] and forms[1]:
             lead = _ids(tokenizer, {}, _lead(tokenizer, texts[0]))
-            return Thinking(forms[0], forms[1], forms[2], frozenset(added.values()), lead)
+            head = (added["<|start|>"], added["<|message|>"]) if texts is _FORMS[0] else ()
+            return Thinking(forms[0], forms[1], forms[2], frozenset(added.values()), lead, head)
     return None
 
 
