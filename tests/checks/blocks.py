@@ -2,10 +2,11 @@
 
 First each product of the Qwen2.5 1.5B in Q4_K_M, with random numbers: relative error against
 float64, microseconds (median of graph replays that rotate over copies, so that the L2 cache does
-not flatter it), those of bfloat16, and the time that the bytes alone would take. `--sweep` tries
-other divisions of few rows. Then, with a file, whole steps of the engine with its weights as stored
-and in bfloat16, in turns: plain, and with 7 and 15 drafts, which verify 8 and 16 rows; and how far
-either's logits are from float32's. The status is 1 when an error is too large.
+not flatter it), those of bfloat16, and the time that the bytes alone would take; of 128 and 256
+rows also with the weight made numbers first. `--sweep` tries other divisions of few rows. Then,
+with a file, whole steps of the engine with its weights as stored and in bfloat16, in turns: plain,
+and with 7 and 15 drafts, which verify 8 and 16 rows; and how far either's logits are from
+float32's. The status is 1 when an error is too large.
 """
 
 import argparse
@@ -69,7 +70,7 @@ PRODUCTS = {
     "head, Q6_K": Product((("Q6_K", 151936),), 1536),
     "gate and up of the 0.5B, Q5_0": Product((("Q5_0", 9728),), 896, "silu"),
 }
-ROWS = (1, 8, 16, 512)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Sides:
@@ -102,6 +103,10 @@ class Sides:
         out = triton_packed.few_rows(x, weight, activation=activation, may_split=may_split)
         assert out is not None, "the kernels take it"
         return out
+
+    def numbers_first(self, x: Tensor, i: int = 0) -> Tensor:
+        """By our kernels and a library, as products of many rows are."""
+        return triton_packed.product(x, self.weights[i], max_tiled_rows=triton_packed.MAX_ROWS)
 
     def dense(self, x: Tensor, i: int = 0) -> Tensor:
         """In bfloat16, as a step would."""
@@ -178,6 +183,9 @@ def check_products(bytes_per_us: float, titles: list[str], *, sweep: bool) -> bo
                 f"{ours / others:>6.2f}",
                 flush=True,
             )
+            if triton_packed.MAX_ROWS < rows <= triton_packed.MAX_TILED_ROWS:
+                first = microseconds(partial(sides.numbers_first, x), copies)
+                print(f"    {first:.1f} us with numbers first, {first / others:.2f}", flush=True)
             found = []
             for tile in divisions(sides.product, rows) if sweep else ():
                 try:

@@ -225,8 +225,19 @@ def few_rows(
     return multiply(x, weight, bias, tile, activation=activation, prefetch=prefetch)
 
 
-def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """`x W^T + b` [rows, out] of any number of rows, for a weight that `suits`; see `few_rows`."""
+def product(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    max_tiled_rows: int = MAX_TILED_ROWS,
+) -> Tensor:
+    """`x W^T + b` [rows, out] of any number of rows, for a weight that `suits`; see `few_rows`.
+
+    Args:
+        max_tiled_rows: rows beyond which parts of the weight become numbers in memory first, and
+            `MAX_ROWS` at least.
+    """
     if len(x) <= MAX_ROWS:
         return multiply(
             x,
@@ -234,7 +245,7 @@ def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tens
             bias,
             tile_for(weight.code, weight.out_features, weight.in_features, may_split=False),
         )
-    if len(x) <= MAX_TILED_ROWS:
+    if len(x) <= max_tiled_rows:
         return multiply(x, weight, bias, MANY_ROWS)
     output = x.new_empty(len(x), weight.out_features)
     step = max(64, SLICE_BYTES // (weight.in_features * x.itemsize) // 64 * 64)
