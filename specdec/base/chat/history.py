@@ -24,6 +24,10 @@ _reads_parts: dict[str, bool] = {}
 """By template, whether it reads the parts of a content, and not the text."""
 
 
+_thinks_in_parts: dict[str, bool] = {}
+"""By template, whether it reads a thinking as a part of the content alone, as Mistral's do."""
+
+
 class _Way(NamedTuple):
     """A way to give a template calls and their results.
 
@@ -71,8 +75,27 @@ def for_template(
             way = _way(tokenizer, said=bool(message.get("content")), several=len(calls) > 1)
             message = _with_calls(message, way, tokenizer)
         message = _as_read(message, tokenizer)
+        if message.get("reasoning_content") and _reads_thinking_parts(tokenizer):
+            message = _with_thinking_part(message)
         made.append(_with_short_ids(message) if _wants_short_ids(tokenizer) else message)
     return made
+
+
+def _reads_thinking_parts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    template = template_of(tokenizer)
+    if template not in _thinks_in_parts:
+        message = {"role": "assistant", "content": "b", "reasoning_content": PROBE}
+        ways = [message, _with_thinking_part(message)]
+        plain, parted = (PROBE in rendering(tokenizer, [*user("a"), one]) for one in ways)
+        _thinks_in_parts[template] = parted and not plain
+    return _thinks_in_parts[template]
+
+
+def _with_thinking_part(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content") or []
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    thinking = {"type": "thinking", "thinking": message["reasoning_content"]}
+    return {**message, "content": [thinking, *parts]}
 
 
 def _apart(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

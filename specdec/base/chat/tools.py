@@ -194,6 +194,15 @@ _FORMATS = (
         opening="<|tool_call|>[",
         **_LISTED,
     ),
+    ToolFormat(
+        "nemotron",
+        ("<TOOLCALL>",),
+        _QUOTED,
+        "}",
+        opening="<TOOLCALL>[",
+        between=", ",
+        closing="]</TOOLCALL>",
+    ),
     ToolFormat("hermes", (_CALL,), f"{_CALL}\n{_QUOTED}", "}\n</tool_call>"),
     ToolFormat(
         "llama3",

@@ -214,6 +214,7 @@ def test_names_and_formats_are_checked() -> None:
         ("kimi_k2", "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>"),
         ("seed_oss", "<seed:tool_call>\n<function=example>\n<parameter=one>"),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">'),
+        ("nemotron", '<TOOLCALL>[{"name": "f"}]</TOOLCALL>'),
         ("granite", "<|start_of_role|>answer with <|tool_call|> and a list"),
         ("glm", "<tool_call>{name}\\n<arg_key>{key}</arg_key>\\n<arg_value>"),
         ("glm_4.7", "<tool_call>{name}<arg_key>{key}</arg_key><arg_value>"),

@@ -121,3 +121,20 @@ def test_a_result_has_the_id_of_its_call() -> None:
         ]
         one, other = (part[-9:] for part in rendered(template, chat).split(",")[1:3])
         assert one == other and one.isascii() and (one == number) == (number == "abc123XYZ")
+
+
+@pytest.mark.parametrize("content", ["answer", None, ""])
+def test_a_thinking_is_a_part_of_the_content_where_that_is_read(content: str | None) -> None:
+    """As by Mistral's templates, beside calls as well; others get it by its own name."""
+    part = "{% if p.type == 'thinking' %}[THINK]{{ p.thinking }}[/THINK]{% else %}{{ p.text }}"
+    parts = "{% for p in m.content %}" + part + "{% endif %}{% endfor %}"
+    read = "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %}"
+    template = BESIDE.replace("{{ m.content }}", read)
+    own = BESIDE.replace("{{ m.content }}", "[THINK]{{ m.reasoning_content }}[/THINK]" + read)
+    function = {"name": "f", "arguments": "{}"}
+    said: dict[str, Any] = {"role": "assistant", "content": content, "reasoning_content": "why"}
+    said["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
+    expected = f"[user]a[assistant][THINK]why[/THINK]{content or ''}<f{{}}>"
+    for one in (template, own):
+        text = rendered(one, [{"role": "user", "content": "a"}, said])
+        assert text.replace("[user][THINK][/THINK]", "[user]") == expected
