@@ -173,9 +173,17 @@ class _CallFormat:
             answers = [] if asked.required or asked.answer is None else [self._of(*asked.answer)]
             return _either(called, *answers)
         # any text, until that what begins a call
+        if not form.tag:
+            triggers = form.triggers(name for name, _ in asked.functions)
+            ends = literal(form.end), *several, literal(form.closing)
+            rules: list[Any] = [
+                [trigger, _row(literal(behind[1:]), self._arguments(schema), *ends)]
+                for trigger, (_, schema) in zip(triggers, asked.functions, strict=True)
+            ]
+            return _format("dispatch", rules=rules, loop=False, excludes=self._no_markers)
         rest, markers = _row(literal(begin[len(form.trigger) :]), group), asked.markers
         if form.trigger not in markers:
-            rules: list[Any] = [[form.trigger, rest]]
+            rules = [[form.trigger, rest]]
             return _format("dispatch", rules=rules, loop=False, excludes=self._no_markers)
         rules = [[markers[form.trigger], rest]]
         others = [token for name, token in markers.items() if name != form.trigger]

@@ -92,11 +92,12 @@ class Grammar:
         return frozenset(Calls.of(self.text).markers.values() if self.kind == "calls" else ())
 
     @property
-    def trigger(self) -> str | None:
-        """What ends a free text and begins calls; None where no text is free."""
+    def triggers(self) -> list[str]:
+        """What ends a free text and begins calls; nothing where no text is free."""
         asked = Calls.of(self.text) if self.kind == "calls" else None
-        free = asked is not None and not asked.required and asked.answer is None
-        return FORMATS[asked.form].trigger if asked is not None and free else None
+        if asked is None or asked.required or asked.answer is not None:
+            return []
+        return FORMATS[asked.form].triggers(name for name, _ in asked.functions)
 
     @property
     def is_quick(self) -> bool:

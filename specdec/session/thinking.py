@@ -131,7 +131,7 @@ class TextParted(PartedDecoder):
     Args:
         tags: what opens and closes the thinking.
         phase: of the output, before its first token.
-        trigger: what begins a call, which ends the thinking as well.
+        triggers: what begins calls, which end the thinking as well.
         tokenizer, stop, options: see `IncrementalDecoder`.
     """
 
@@ -140,12 +140,12 @@ class TextParted(PartedDecoder):
         *arguments: Any,
         tags: tuple[str, str],
         phase: Phase,
-        trigger: str | None,
+        triggers: Sequence[str],
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         self._opening, self._phase = tags[0], phase
-        self._ends = [one for one in (tags[1], trigger) if one]
+        self._ends = [tags[1], *triggers]
         self._unparted = ""
 
     def take(self) -> str:
@@ -188,13 +188,15 @@ def parted_decoder(
         place = thinking.behind_prompt(prompt)
         return TokenParted(tokenizer, sampling.stop, thinking=thinking, place=place, **options)
     tags, grammar = spelled_tags(tokenizer), sampling.grammar
-    trigger = None if grammar is None else grammar.trigger
-    if tags is None or (grammar is not None and trigger is None):
+    triggers = [] if grammar is None else grammar.triggers
+    if tags is None or (grammar is not None and not triggers):
         return None
     before = text_of(tokenizer, list(prompt[-32:]), skip_special_tokens=False).rstrip()
     ends = {tags[0]: Phase.WITHIN, tags[1]: Phase.BEHIND}
     phase = next((ends[tag] for tag in ends if before.endswith(tag)), Phase.BEFORE)
-    return TextParted(tokenizer, sampling.stop, tags=tags, phase=phase, trigger=trigger, **options)
+    return TextParted(
+        tokenizer, sampling.stop, tags=tags, phase=phase, triggers=triggers, **options
+    )
 
 
 def parts_of(

@@ -52,15 +52,36 @@ class ToolFormat:
     call_id: str = "{id}"
 
     @property
+    def tag(self) -> str:
+        """What begins calls and no other text; nothing where calls look like any JSON.
+
+        >>> FORMATS["hermes"].tag, FORMATS["mistral_v7"].tag, FORMATS["llama3"].tag
+        ('<tool_call>', '[TOOL_CALLS]', '')
+        """
+        found = _TAG.match(self.opening + self.begin.partition("{name}")[0])
+        return found[0] if found else ""
+
+    @property
     def trigger(self) -> str:
-        """What no text holds that is not followed by a call.
+        """What may begin calls.
 
         >>> FORMATS["hermes"].trigger, FORMATS["llama3"].trigger
         ('<tool_call>', '{"name": "')
         """
-        before = self.opening + self.begin.partition("{name}")[0]
-        tag = _TAG.match(before)
-        return tag[0] if tag else before
+        return self.tag or self.opening + self.begin.partition("{name}")[0]
+
+    def triggers(self, names: Iterable[str]) -> list[str]:
+        """What no text holds that is not followed by a call of one of these functions.
+
+        >>> FORMATS["llama3"].triggers(["f", "g"])
+        ['{"name": "f"', '{"name": "g"']
+        """
+        before, behind = self.begin.split("{name}")
+        return (
+            [self.tag]
+            if self.tag
+            else [self.opening + before + name + behind[:1] for name in names]
+        )
 
     def called(self, name: str) -> str:
         """What begins a call of this function; nine zeros stand for an id."""
@@ -231,7 +252,7 @@ def format_of(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
         signed = [
             one for one in _FORMATS if one.signs and all(map(template.__contains__, one.signs))
         ]
-        tagged = [one for one in _FORMATS if one.signs and _TAG.match(one.trigger)]
+        tagged = [one for one in _FORMATS if one.signs and one.tag]
         shown = _shown_calls(tokenizer)
         if not shown or any(one.channels for one in signed):
             told = signed

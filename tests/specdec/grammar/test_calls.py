@@ -16,7 +16,7 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.rules import rules_of
 from tests.helpers.tools import HARMONY, tool_tokenizer
-from tests.specdec.serve.test_call_reader import ARGUMENTS, IN_TEXTS, called
+from tests.specdec.serve.test_call_reader import ARGUMENTS, IN_TEXTS, called, read
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -66,7 +66,8 @@ def test_calls_and_texts(name: str) -> None:
         match = matches(rules_of(Grammar.calls(name, FUNCTIONS, required=required)))
         assert match(text) and match(both) == form.parallel
         assert match("Hello") == match(f"Hi {text}") == (not required)
-        assert not match(f"{text}x") and not match(text.replace("get_weather", "get_wea"))
+        assert not match(f"{text}x")
+        assert match(text.replace("get_weather", "get_wea")) == (not required and not form.tag)
         assert not match(text.replace("5", "true"))
     single = matches(rules_of(Grammar.calls(name, FUNCTIONS, required=True, parallel=False)))
     assert single(text) and not single(both)
@@ -75,6 +76,23 @@ def test_calls_and_texts(name: str) -> None:
     assert match("yes") and match(text) and not match(f"yes{text}") and not match("Hello")
     free = matches(rules_of(Grammar.calls(name, {"get": None}, required=True)))
     assert free(f"{form.opening}{called(form, 'get', {'a': 1, 'b_c': 'x'})}{form.closing}")
+
+
+@pytest.mark.parametrize("name", [form.name for form in IN_TEXTS if not form.tag])
+def test_an_answer_may_be_json_that_calls_nothing(name: str) -> None:
+    """Where no tag says what a call is."""
+    form = FORMATS[name]
+    text = f'Sure: {form.trigger}Bob", "age": 5}}, {form.trigger}, {{}}\n'
+    match = matches(rules_of(Grammar.calls(name, FUNCTIONS)))
+    for names in (["get"], ["get_weather"], ["get", "get"]):
+        given = {"get": {}, "get_weather": ARGUMENTS}
+        calls = [called(form, one, given[one]) for one in names]
+        whole = form.opening + form.between.join(calls) + form.closing
+        assert match(text) and match(text + whole) == (form.parallel or len(names) == 1)
+        assert not match(text + whole.replace("{}", "1").replace("5", "true"))
+        if match(text + whole):
+            said, found = read(form, [text + whole])
+            assert said == text and [one for one, _ in found] == names
 
 
 @pytest.mark.parametrize("name", BUILTIN)
