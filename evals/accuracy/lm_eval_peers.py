@@ -8,8 +8,8 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 
+from evals.peers.peer import weights_of
 from evals.peers.vllm import MEMORY_SHARE, import_vllm
-from evals.report.provenance import checkpoint_folder
 from evals.system import LocalSystem
 from specdec.base.errors import InvalidInputError, one_line
 from specdec.session.provenance import dtype_name
@@ -40,8 +40,7 @@ def harness_peer(name: str, system: LocalSystem, think_end_token: str | None = N
     """
     kind, _, folder = name.partition(":")
     verifier, requests = system.decoder.verifier, system.settings["max_num_seqs"]
-    ours = verifier.name if verifier.name.endswith(".gguf") else checkpoint_folder(verifier.name)
-    weights = Path(folder or ours or verifier.name)
+    weights = Path(folder) if folder else Path(*filter(None, weights_of(verifier)))
     options: dict[str, Any] = {"pretrained": str(weights), "dtype": dtype_name(verifier.dtype)}
     options["max_length"] = system.settings["max_model_len"]
     options |= {"chat_template_args": dict(system.reader.variables)}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evals.peers.peer import only_greedy, require
+from evals.peers.peer import only_greedy, require, weights_of
 from specdec.base.errors import InvalidInputError
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
@@ -118,7 +118,7 @@ def _best(logits: np.ndarray[Any, Any]) -> int:
 
 
 def load(detail: str | None, *, verifier: Verifier) -> LlamaCppPeer:
-    """llama.cpp on the embedded model's file, or the GGUF file given, behind a + a draft model's.
+    """llama.cpp on the target's file, or the GGUF file given, behind a + a draft model's.
 
     Raises:
         InvalidInputError: not installed, no file, or it has otherwise what the target asks for.
@@ -130,6 +130,9 @@ def load(detail: str | None, *, verifier: Verifier) -> LlamaCppPeer:
             f" {verifier.name!r} asks for in its"
             " generation_config.json; measure all without, by --generation-config none"
         )
+    folder, file = weights_of(verifier)
+    if detail is None and file is not None:
+        return LlamaCppPeer(Path(folder, file), verifier)
     if detail is None and verifier.name != "embedded":
         what = f"peer {NAME!r} needs the GGUF file of {verifier.name!r}"
         raise InvalidInputError(f"{what}; give it as {NAME}:FILE")

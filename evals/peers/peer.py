@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
+from evals.report.provenance import checkpoint_folder
+from specdec.base.checkpoint.gguf_names import gguf_file
 from specdec.base.errors import InvalidInputError, one_line
 from specdec.base.registry import resolve
 from specdec.model.core import Verifier
@@ -53,6 +55,17 @@ def load_peer(name: str, verifier: Verifier) -> Peer:
     kind, _, detail = name.partition(":")
     peer: Peer = resolve(PEERS, kind, "peer")(detail or None, verifier=verifier)
     return peer
+
+
+def weights_of(verifier: Verifier) -> tuple[str, str | None]:
+    """Where another program finds a target's weights: a folder or a hub name, and the name of the
+    GGUF file there, if it is one.
+    """
+    folder = checkpoint_folder(verifier.name)
+    file = None if folder is None else gguf_file(folder)
+    if file is not None:
+        return str(file.parent), file.name
+    return str(folder or verifier.name), None
 
 
 def require(module: str, package: str, peer: str) -> Any:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, __version__
 
-from evals.peers.peer import only_greedy
-from evals.report.provenance import checkpoint_folder
-from specdec.base.errors import InvalidInputError
+from evals.peers.peer import only_greedy, weights_of
+from specdec.base.errors import InvalidInputError, one_line
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 
@@ -25,6 +23,9 @@ class TransformersPeer:
 
     Args:
         lookup: draft by prompt lookup, which takes one conversation at a time.
+
+    Raises:
+        InvalidInputError: Transformers cannot load the target.
     """
 
     version, tau = __version__, None
@@ -32,8 +33,14 @@ class TransformersPeer:
     def __init__(self, name: str, verifier: Verifier, *, lookup: bool) -> None:
         self.name = name
         self.max_concurrency = 1 if lookup else None
-        path: Path | str = checkpoint_folder(verifier.name) or verifier.name
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=verifier.dtype)
+        folder, file = weights_of(verifier)
+        options: dict[str, Any] = {"dtype": verifier.dtype}
+        options |= {} if file is None else {"gguf_file": file}
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+        except Exception as error:  # Transformers raises what it likes
+            what = f"peer {name!r} cannot load {verifier.name!r}: {one_line(error)}"
+            raise InvalidInputError(what) from error
         self._model = model.to(verifier.device).eval()
         self._model.generation_config = GenerationConfig()  # it is told all that holds
         self._eos = list(verifier.eos_token_ids)

@@ -17,7 +17,7 @@ from drafters.convert import convert
 from drafters.dflash.config.checkpoint import read_checkpoint
 from drafters.dflash.config.config import DFlashConfig
 from drafters.shipped import located
-from evals.peers.peer import only_greedy, require
+from evals.peers.peer import only_greedy, require, weights_of
 from evals.report.provenance import checkpoint_folder
 from specdec.base.errors import InvalidInputError
 from specdec.model.core import Verifier
@@ -70,9 +70,9 @@ class VllmPeer:
         if drafter is not None:
             self._options = {"speculative_config": self._speculation(drafter)}
             self._options["disable_log_stats"] = False
-        folder = checkpoint_folder(verifier.name)
-        self._links = None if folder is None else _without_other_weights(folder)
-        self._model = self._links.name if self._links else str(folder or verifier.name)
+        place, file = weights_of(verifier)
+        self._links = None if file else _without_other_weights(Path(place))
+        self._model = self._links.name if self._links else str(Path(place, file or ""))
         self._engine: Any = None
         self._most = 0
         self._request_ids = count()

@@ -16,14 +16,19 @@ from drafters.dspark.markov import MarkovConfig
 from drafters.shipped import shipped_drafter_path
 from evals.bench.bench import Bench
 from evals.bench.config import BenchConfig
+from evals.peers.llama_cpp import LlamaCppPeer
 from evals.peers.peer import load_peer
 from evals.report.compare import compare_reports
 from evals.report.html import html_report
 from evals.report.table import format_report
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingDefaults, SamplingParams
+from specdec.session.decoder import SpecDecoder
 from tests.drafters.tiny import TINY, write_tiny_dflash
 from tests.evals.tiny import PROMPTS, PROVENANCE, save_tiny, tiny_decoder
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.tiny_models import plain_model, tiny_tokenizer
+from verifiers.load import load_verifier
 
 
 @pytest.fixture(scope="module")
@@ -420,6 +425,43 @@ def test_what_a_peer_cannot_do_is_said_before_measuring(
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
         Bench(decoder_of(folder), BenchConfig(**{"sets": (PROMPTS,)} | changes))
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_peers_get_the_file_of_a_gguf_target(
+    as_folder: bool, tmp_path: Path, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named itself or by a folder; catches peers that are given what a file was unpacked to, where
+    no weights lie.
+    """
+    file = tmp_path / "model" / "tiny.gguf"
+    file.parent.mkdir()
+    write_gguf(file, plain_model("qwen2"), "qwen2")
+    if as_folder:
+        plain_model("qwen2").config.save_pretrained(file.parent)
+        tiny_tokenizer().save_pretrained(file.parent)
+    named = file.parent if as_folder else file
+    device = torch.device("cpu")
+    verifier, tokenizer = load_verifier(named, device=device, dtype=torch.float32, block_size=4)
+    peer = load_peer("transformers", verifier)
+    prompt, sampling = [5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True)
+    ours = SpecDecoder(verifier, tokenizer).generate(prompt, sampling).token_ids
+    (theirs,) = peer.generate([prompt], [sampling], concurrency=1)
+    assert theirs == ours[: len(theirs)] and theirs
+    given: list[Path] = []
+    monkeypatch.setattr(LlamaCppPeer, "__init__", lambda peer, path, *rest: given.append(path))
+    load_peer("llama.cpp", verifier)
+    assert given == [file]
+    asked = load_peer("vllm", gpu_verifier(named))
+    asked.generate([[1]], [SamplingParams()], concurrency=1)
+    assert vllm.calls[0]["model"] == str(file)
+
+
+def test_what_transformers_cannot_load_is_one_line(tmp_path: Path) -> None:
+    """Its own reader knows fewer architectures than ours."""
+    verifier = decoder_of(tmp_path / "nowhere").verifier
+    with pytest.raises(InvalidInputError, match=r"peer 'transformers' cannot load '.*nowhere': "):
+        load_peer("transformers", verifier)
 
 
 def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
