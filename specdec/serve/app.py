@@ -23,7 +23,7 @@ from specdec.grammar.fields import GRAMMAR_FIELDS
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.answer import Answer
 from specdec.serve.answers.calls import CallCompletion
-from specdec.serve.answers.chat import ChatCompletion, chat_text
+from specdec.serve.answers.chat import ChatCompletion, chat_text, unheeded
 from specdec.serve.answers.completion import Completion
 from specdec.serve.answers.stream import EventStream
 from specdec.serve.answers.token_bytes import TokenBytes
@@ -376,6 +376,8 @@ async def _respond(
     if sampling.grammar is not None:
         await unless_gone(http.receive, front.wait_for_grammar(sampling))
         answer.notes = [*answer.notes, *sampling.grammar.notes]
+    if isinstance(answer.asked, ChatRequest):
+        answer.notes = [*answer.notes, *unheeded(answer.asked, front.engine.reader.tokenizer)]
     asked = [(tokens, sampling.choice(n)) for tokens in answer.prompts for n in range(answer.n)]
     stream = bool(answer.asked.stream)
     outputs = front.submit(asked, incremental=stream, parted=answer.parted)

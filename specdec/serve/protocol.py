@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from specdec.base.chat.thinking import switch
 from specdec.grammar.fields import unknown_keys
 from specdec.serve.errors import RequestError
 from specdec.serve.limits import MAX_CHARACTERS, MAX_ENTRIES, MAX_FIELDS
@@ -256,12 +257,18 @@ class Templated(Body):
         return self.enable_thinking
 
     @property
+    def switched(self) -> bool | None:
+        """The same, where an effort of "none" turns it off as well."""
+        return False if self.thinks is None and self.reasoning_effort == "none" else self.thinks
+
+    @property
     def variables(self) -> dict[str, Any]:
         """Variables of the template. The switch has the names that templates give it."""
-        said: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
-        said |= dict.fromkeys(("enable_thinking", "thinking"), self.thinks)
-        known = {name: value for name, value in said.items() if value is not None}
-        return known | (self.chat_template_kwargs or {})
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        said = {} if self.switched is None else switch(on=self.switched)
+        return effort | said | (self.chat_template_kwargs or {})
 
 
 class Chat(Templated):

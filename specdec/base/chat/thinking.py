@@ -151,13 +151,34 @@ def spelled_tags(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
     return "<think>", "</think>"
 
 
+def switch(*, on: bool) -> dict[str, Any]:
+    """The variables by which templates turn the thinking on or off: those of Qwen3 and GLM, of
+    DeepSeek, Granite and Kimi, of Command A, and Seed-OSS's budget."""
+    made: dict[str, Any] = dict.fromkeys(("enable_thinking", "thinking", "reasoning"), on)
+    return made if on else made | {"thinking_budget": 0}
+
+
+def has_switch(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template heeds these variables."""
+    template = template_of(tokenizer)
+    if template not in _switched:
+        user = [{"role": "user", "content": "a"}]
+        ways = ({"add_generation_prompt": True, **switch(on=on)} for on in (True, False))
+        on, off = (rendering(tokenizer, user, **variables) for variables in ways)
+        _switched[template] = on != off
+    return _switched[template]
+
+
+_switched: dict[str, bool] = {}
+"""By template."""
+
+
 def _lead(tokenizer: PreTrainedTokenizerBase, opening: str) -> str:
     """The blanks with which the chat template begins a turn that thinks."""
     user = {"role": "user", "content": "a"}
     thought = {"role": "assistant", "content": "b", "reasoning_content": PROBE}
-    switch: dict[str, Any] = {"enable_thinking": True, "thinking": True}
-    begun = rendering(tokenizer, [user], add_generation_prompt=True, **switch)
-    whole = rendering(tokenizer, [user, thought], **switch)
+    begun = rendering(tokenizer, [user], add_generation_prompt=True, **switch(on=True))
+    whole = rendering(tokenizer, [user, thought], **switch(on=True))
     lead, found, _ = whole.removeprefix(begun).partition(opening)
     return lead if whole.startswith(begun) and found and not lead.strip() else ""
 

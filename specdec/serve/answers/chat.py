@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.base.chat.messages import asks_to_continue, check_variables, readable
+from specdec.base.chat.thinking import has_switch, spelled_tags, thinking_of
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.logprobs import Top
 from specdec.serve.answers.answer import Answer
@@ -15,6 +16,9 @@ from specdec.serve.errors import RequestError
 from specdec.serve.protocol import Chat, ChatRequest, TokenizeRequest
 from specdec.session.outputs import GenerationResult, StreamChunk
 from specdec.session.prompts import PromptReader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def chat_text(
@@ -46,6 +50,14 @@ def chat_text(
     if tools:
         options["tools"] = list(tools)
     return partial(reader.chat_text, messages, options | variables)
+
+
+def unheeded(asked: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What a chat asks of the thinking in vain."""
+    thinks = thinking_of(tokenizer) is not None or spelled_tags(tokenizer) is not None
+    if asked.switched is not False or not thinks or has_switch(tokenizer):
+        return []
+    return ["the thinking is not turned off: the chat template has no known switch for it"]
 
 
 class ChatCompletion(Answer):

@@ -16,7 +16,7 @@ from specdec.base.errors import InvalidInputError, SpecDecError, shown
 from specdec.grammar.fields import GRAMMAR_FIELDS
 from specdec.sampling.params import SamplingDefaults, SamplingParams
 from specdec.serve.answers.calls import CallCompletion
-from specdec.serve.answers.chat import ChatCompletion, chat_text
+from specdec.serve.answers.chat import ChatCompletion, chat_text, unheeded
 from specdec.serve.answers.completion import Completion
 from specdec.serve.answers.token_bytes import TokenBytes
 from specdec.serve.config import ServeConfig
@@ -292,6 +292,7 @@ class BatchLine:
             chat = CallCompletion(*about, tools=tools) if tools else ChatCompletion(*about)
         if self._sampling.grammar is not None:
             chat.notes = [*chat.notes, *self._sampling.grammar.notes]
+        chat.notes = [*chat.notes, *unheeded(self.asked, reader.tokenizer)]
         if chat.parted:
             for result in results:
                 parts = parts_of(reader.tokenizer, result, self._sampling)

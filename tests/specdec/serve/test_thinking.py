@@ -102,18 +102,46 @@ def test_a_default_that_a_request_overrides() -> None:
                 assert live.post("/tokenize", json=body).json()["tokens"] == thinking
 
 
-@pytest.mark.parametrize("words", [{"enable_thinking": False}, {"thinking": {"type": "disabled"}}])
-@pytest.mark.parametrize("variable", ["enable_thinking", "thinking"])
+@pytest.mark.parametrize(
+    "words",
+    [{"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}],
+)
+@pytest.mark.parametrize(
+    "variable", ["enable_thinking", "thinking", "reasoning", "thinking_budget"]
+)
 def test_it_is_switched_off_in_the_words_of_several_providers(
     words: dict[str, Any], variable: str
 ) -> None:
     """Whatever the template calls it."""
     decoder = decoder_of(SWITCHED)
-    decoder.tokenizer.chat_template = SWITCHED.replace("enable_thinking", variable)
+    template = SWITCHED.replace("enable_thinking", variable)
+    if variable == "thinking_budget":
+        template = template.replace("thinking_budget is false", "thinking_budget == 0")
+    decoder.tokenizer.chat_template = template
     with live_server(decoder) as live:
         body = {**ASKED, **words, "return_token_ids": True}
         made = live.post("/v1/chat/completions", json=body).json()
         assert live.decoder.tokenizer.decode(made["prompt_token_ids"]).endswith("</think>")
+        assert "warnings" not in made
+        on = live.post("/v1/chat/completions", json={**body, "chat_template_kwargs": {variable: 7}})
+        prompt = live.decoder.tokenizer.decode(on.json()["prompt_token_ids"])
+        assert prompt.endswith("assistant ")
+
+
+def test_a_template_without_a_switch_is_told_of(client: openai.OpenAI) -> None:
+    """In answers and streams; a model that does not think needs none."""
+    extra: Any = {"enable_thinking": False}
+    whole: Any = client.chat.completions.create(**ASKED, extra_body=extra)
+    (said,) = whole.warnings
+    assert "no known switch" in said
+    events: Any = list(client.chat.completions.create(**ASKED, extra_body=extra, stream=True))
+    assert events[-1].warnings == [said]
+    made: Any = client.responses.create(
+        model=MODEL, input="hi", max_output_tokens=3, reasoning={"effort": "none"}
+    )
+    assert made.warnings == [said]
+    thinks: Any = client.chat.completions.create(**ASKED, extra_body={"enable_thinking": True})
+    assert not hasattr(thinks, "warnings")
 
 
 def test_a_model_that_does_not_think() -> None:
@@ -123,6 +151,8 @@ def test_a_model_that_does_not_think() -> None:
             openai.BadRequestError, match="no token that is known to end a thinking"
         ):
             client.chat.completions.create(**ASKED, extra_body={"thinking_token_budget": 5})
+        made: Any = client.chat.completions.create(**ASKED, extra_body={"enable_thinking": False})
+        assert not hasattr(made, "warnings")
 
 
 def test_a_thinking_whose_tags_are_text() -> None:
