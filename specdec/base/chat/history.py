@@ -77,7 +77,9 @@ def for_template(
         message = _as_read(message, tokenizer)
         if message.get("reasoning_content") and _reads_thinking_parts(tokenizer):
             message = _with_thinking_part(message)
-        made.append(_with_short_ids(message) if _wants_short_ids(tokenizer) else message)
+        has_ids = calls or "tool_call_id" in message
+        shortens = has_ids and _wants_short_ids(tokenizer)
+        made.append(_with_short_ids(message) if shortens else message)
     return made
 
 

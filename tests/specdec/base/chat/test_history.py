@@ -106,6 +106,14 @@ def test_calls_that_no_template_shows_are_written_as_the_model_does(
     )
 
 
+def test_nothing_is_said_of_calls_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches lines that every chat with a small model would begin with."""
+    template = "{# without calls #}" + TEMPLATES["no calls"]
+    chat = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
+    assert rendered(template, chat).endswith("[user]a")
+    assert not caplog.messages
+
+
 def test_a_result_has_the_id_of_its_call() -> None:
     """Also where ids of another form are given another one."""
     ids = "{{ m.tool_call_id }}{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %},"
