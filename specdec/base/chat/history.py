@@ -63,13 +63,17 @@ def for_template(
     known = [{key: one[key] for key in one if key not in CONTINUED} for one in messages]
     if any(len(message.get("tool_calls") or ()) > 1 for message in known):
         known = _apart(known) if _way(tokenizer, said=False, several=True).apart else known
+    names = dict[str, str]()  # of what was called, by the ids of calls
     for message in known:
         calls = message.get("tool_calls")
+        names |= {str(call.get("id")): call["function"]["name"] for call in calls or ()}
         if message.get("role") == "developer" and "developer" not in template:
             text = "the chat template knows no role developer"
             logger.warning(f"{text}: its messages are given as those of the system")
             message["role"] = "system"
         elif message.get("role") == "tool":
+            if name := names.get(str(message.get("tool_call_id"))):
+                message.setdefault("name", name)
             message["role"] = _way(tokenizer, said=False).role
         elif calls:
             way = _way(tokenizer, said=bool(message.get("content")), several=len(calls) > 1)

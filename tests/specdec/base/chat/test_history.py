@@ -146,3 +146,21 @@ def test_a_thinking_is_a_part_of_the_content_where_that_is_read(content: str | N
     for one in (template, own):
         text = rendered(one, [{"role": "user", "content": "a"}, said])
         assert text.replace("[user][THINK][/THINK]", "[user]") == expected
+
+
+def test_a_result_has_the_name_of_what_was_called() -> None:
+    """Templates such as Kimi's want it, and clients send the id alone."""
+    calls = [
+        {"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for number, name in (("1", "f"), ("2", "g"))
+    ]
+    results: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": "2", "content": "b"},
+        {"role": "tool", "tool_call_id": "1", "content": "c", "name": "own"},
+        {"role": "tool", "tool_call_id": "3", "content": "d"},
+    ]
+    said: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
+    chat = [{"role": "user", "content": "a"}, said, *results]
+    assert rendered(BESIDE.replace("[{{", "{{ m.name }}[{{"), chat).endswith(
+        "<f{}><g{}>g[tool]bown[tool]c[tool]d"
+    )
