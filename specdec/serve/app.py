@@ -380,7 +380,7 @@ async def _respond(
         answer.notes = [*answer.notes, *unheeded(answer.asked, front.engine.reader.tokenizer)]
     asked = [(tokens, sampling.choice(n)) for tokens in answer.prompts for n in range(answer.n)]
     stream = bool(answer.asked.stream)
-    outputs = front.submit(asked, incremental=stream, parted=answer.parted)
+    outputs = front.submit(asked, incremental=stream, parted=answer.parted, tagged=answer.tagged)
     http.scope[OUTPUTS] = outputs
     if stream:
         return EventStream(outputs, answer)

@@ -192,8 +192,10 @@ class Front:
         *,
         incremental: bool,
         parted: bool = False,
+        tagged: bool = False,
     ) -> Outputs:
-        """Queues the outputs of one request, all or none; `parted` tells their thinking apart.
+        """Queues the outputs of one request, all or none; `parted` tells their thinking apart, with
+        its tags if `tagged`.
 
         Raises:
             RequestError: they would be too many, now or ever.
@@ -209,7 +211,7 @@ class Front:
         first = {id(tokens): (tokens, sampling) for tokens, sampling in reversed(asked)}
         for tokens, sampling in first.values():
             self.engine.admission.check(tokens, sampling)
-        outputs = Outputs(self, incremental=incremental, parted=parted)
+        outputs = Outputs(self, incremental=incremental, parted=parted, tagged=tagged)
         for tokens, sampling in asked:
             outputs.add(tokens, sampling)
         self._open.add(outputs)
@@ -252,9 +254,12 @@ class Outputs(Stream):
         ended: done once all have ended, or with why they have not.
     """
 
-    def __init__(self, front: Front, *, incremental: bool, parted: bool = False) -> None:
+    def __init__(
+        self, front: Front, *, incremental: bool, parted: bool = False, tagged: bool = False
+    ) -> None:
         super().__init__(front.engine)
-        self._front, self._incremental, self._parted = front, incremental, parted
+        self._front, self._incremental = front, incremental
+        self._parted, self._tagged = parted, tagged
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._reader: Callable[[StreamChunk], object] | None = None
@@ -289,9 +294,13 @@ class Outputs(Stream):
         """Gives the engine what has its turn."""
         while self._waiting and len(self._handles) - len(self._counted) < self._share:
             asked, index = self._waiting.popleft(), len(self._handles)
-            incremental, parted = self._incremental, self._parted
             made = self._front.engine.submit(
-                *asked, index=index, incremental=incremental, stream=self, parted=parted
+                *asked,
+                index=index,
+                incremental=self._incremental,
+                stream=self,
+                parted=self._parted,
+                tagged=self._tagged,
             )
             self._handles.append(made)
 

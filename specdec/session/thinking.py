@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 class PartedDecoder(IncrementalDecoder):
     """An `IncrementalDecoder` that knows which text is thinking and which answer; tags are neither.
 
+    Args:
+        tagged: tags are thinking.
+        tokenizer, stop, options: see `IncrementalDecoder`.
+
     Attributes:
         parts: thinking and answer of all text that was handed out, as far as it is known which.
         new_parts: of these what the last piece brought.
@@ -25,7 +29,16 @@ class PartedDecoder(IncrementalDecoder):
 
     parts = new_parts = ("", "")
 
-    def _told(self, thinking: str, answer: str) -> None:
+    def __init__(self, *arguments: Any, tagged: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._tagged = tagged
+        self._unparted = ""  # what was handed out, and not told
+
+    def _told(self, thinking: str, answer: str, count: int) -> None:
+        """So many characters are parted, of which the answer is the last."""
+        if self._tagged:
+            thinking = self._unparted[: count - len(answer)]
+        self._unparted = self._unparted[count:]
         self.new_parts = thinking, answer
         self.parts = self.parts[0] + thinking, self.parts[1] + answer
 
@@ -49,7 +62,6 @@ class TokenParted(PartedDecoder):
         super().__init__(tokenizer, stop, **options)
         self._thinking, self._place = thinking, place
         self._num_told = self._num_parted = 0  # characters that were handed out, and parted
-        self._unparted = ""  # those between
         # What the text is from a character on; tags are no phase's, and marked as BEFORE.
         self._bounds = [(0, place.phase)]
         self._closing: list[int] = []  # where the last tokens begin that may close the thinking
@@ -119,9 +131,9 @@ class TokenParted(PartedDecoder):
         for (begin, phase), until in zip(self._bounds, ends, strict=True):
             first, last = (max(0, min(place, end) - self._num_parted) for place in (begin, until))
             found[phase] += self._unparted[first:last]
-        self._told(found[Phase.WITHIN], found[Phase.BEHIND])
         done = max(0, end - self._num_parted)
-        self._unparted, self._num_parted = self._unparted[done:], self._num_parted + done
+        self._num_parted += done
+        self._told(found[Phase.WITHIN], found[Phase.BEHIND], done)
         return piece
 
 
@@ -146,7 +158,6 @@ class TextParted(PartedDecoder):
         super().__init__(*arguments, **options)
         self._opening, self._phase = tags[0], phase
         self._ends = [tags[1], *triggers]
-        self._unparted = ""
 
     def take(self) -> str:
         return self._part(super().take(), end=False)
@@ -157,26 +168,29 @@ class TextParted(PartedDecoder):
     def _part(self, piece: str, *, end: bool) -> str:
         """Parts what was handed out, but for what may begin a tag."""
         self._unparted += piece
-        thinking, begun = "", self._unparted.lstrip()
+        rest, thinking = self._unparted, ""
+        begun = rest.lstrip()
         if self._phase is Phase.BEFORE and begun.startswith(self._opening):
-            self._phase, self._unparted = Phase.WITHIN, begun.removeprefix(self._opening)
+            self._phase, rest = Phase.WITHIN, begun.removeprefix(self._opening)
         elif self._phase is Phase.BEFORE and (end or not self._opening.startswith(begun)):
             self._phase = Phase.BEHIND
         if self._phase is Phase.WITHIN:
-            text = self._unparted
-            places = {text.find(one): one for one in self._ends if one in text}
-            held = 0 if end else max(overlap(text, one) for one in self._ends)
-            at = min(places, default=len(text) - held)
-            thinking, self._unparted = text[:at], text[at:].removeprefix(self._ends[0])
+            places = {rest.find(one): one for one in self._ends if one in rest}
+            held = 0 if end else max(overlap(rest, one) for one in self._ends)
+            at = min(places, default=len(rest) - held)
+            thinking, rest = rest[:at], rest[at:].removeprefix(self._ends[0])
             self._phase = Phase.BEHIND if places else Phase.WITHIN
-        answer = self._unparted if self._phase is Phase.BEHIND else ""
-        self._unparted = self._unparted[len(answer) :]
-        self._told(thinking, answer)
+        answer = rest if self._phase is Phase.BEHIND else ""
+        self._told(thinking, answer, len(self._unparted) - len(rest) + len(answer))
         return piece
 
 
 def parted_decoder(
-    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], sampling: SamplingParams
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    tagged: bool = False,
 ) -> PartedDecoder | None:
     """What parts an output; None where the target does not think.
 
@@ -184,6 +198,7 @@ def parted_decoder(
     unless that is a text that may end with calls.
     """
     options: Any = {"min_tokens": sampling.min_tokens or 0, **sampling.special_tokens}
+    options["tagged"] = tagged
     if (thinking := thinking_of(tokenizer)) is not None:
         place = thinking.behind_prompt(prompt)
         return TokenParted(tokenizer, sampling.stop, thinking=thinking, place=place, **options)
@@ -200,10 +215,14 @@ def parted_decoder(
 
 
 def parts_of(
-    tokenizer: PreTrainedTokenizerBase, result: GenerationResult, sampling: SamplingParams
+    tokenizer: PreTrainedTokenizerBase,
+    result: GenerationResult,
+    sampling: SamplingParams,
+    *,
+    tagged: bool = False,
 ) -> tuple[str, str] | None:
     """Thinking and answer of an output that has ended; None where the target does not think."""
-    text = parted_decoder(tokenizer, result.prompt_token_ids, sampling)
+    text = parted_decoder(tokenizer, result.prompt_token_ids, sampling, tagged=tagged)
     if text is None:
         return None
     text.push(result.token_ids)

@@ -54,6 +54,11 @@ class Answer:
         """Whether thinking and answer are told apart."""
         return False
 
+    @property
+    def tagged(self) -> bool:
+        """Whether the tags of a thinking that is told apart belong to it."""
+        return False
+
     def choice(
         self, result: GenerationResult, index: int, first: GenerationResult
     ) -> dict[str, Any]:

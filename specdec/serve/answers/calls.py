@@ -27,20 +27,27 @@ class CallCompletion(ChatCompletion):
 
     @property
     def parted(self) -> bool:
-        """See `Answer`; of channels the reader tells."""
-        return super().parted and not self._tools.form.channels
+        """See `Answer`; of channels the reader tells. A thinking never calls anything."""
+        return not self._tools.form.channels
+
+    @property
+    def tagged(self) -> bool:
+        return not self.asked.separate_reasoning
 
     def choice(
         self, result: GenerationResult, index: int, first: GenerationResult
     ) -> dict[str, Any]:
         choice = super().choice(result, index, first)
         message, calls, text = choice["message"], list[dict[str, Any]](), ""
+        if self.tagged:
+            message.pop("reasoning_content", None)
+            text = result.reasoning or ""
         for piece in self._pieces(index, message["content"], end=True):
             if piece.kind == "name":
                 calls.append(self._call(index, piece))
             elif piece.kind == "arguments":
                 calls[-1]["function"]["arguments"] += piece.text
-            elif piece.kind == "text" or not self.asked.separate_reasoning:
+            elif piece.kind == "text" or self.tagged:
                 text += piece.text
             elif self.asked.include_reasoning:
                 message["reasoning_content"] = message.get("reasoning_content", "") + piece.text
@@ -63,7 +70,7 @@ class CallCompletion(ChatCompletion):
         pieces = self._pieces(chunk.index, content, end=chunk.result is not None)
         deltas = list(self._deltas(chunk.index, pieces))
         if reasoning:
-            deltas.insert(0, {"reasoning_content": reasoning})
+            deltas.insert(0, {"content" if self.tagged else "reasoning_content": reasoning})
         detailed = chunk.token_ids and (chunk.logprobs or self.asked.return_token_ids)
         for number, delta in enumerate(deltas or [{}] if detailed else deltas):
             tokens = StreamChunk(chunk.index, "", [])
@@ -83,7 +90,7 @@ class CallCompletion(ChatCompletion):
         for kind, group in groupby(pieces, lambda piece: piece.kind):
             some = list(group)
             texts = [piece.text for piece in some]
-            if kind == "text" or (kind == "reasoning" and not self.asked.separate_reasoning):
+            if kind == "text" or (kind == "reasoning" and self.tagged):
                 yield {"content": "".join(texts)}
             elif kind == "reasoning":
                 if self.asked.include_reasoning:

@@ -100,7 +100,7 @@ class ChatCompletion(Answer):
 
     def shown(self, chunk: StreamChunk) -> StreamChunk:
         """The chunk without a thinking that is not wanted."""
-        if chunk.parts is None or self.asked.include_reasoning:
+        if chunk.parts is None or self.asked.include_reasoning or self.tagged:
             return chunk
         return replace(chunk, parts=("", chunk.parts[1]))
 

@@ -295,7 +295,7 @@ class BatchLine:
         chat.notes = [*chat.notes, *unheeded(self.asked, reader.tokenizer)]
         if chat.parted:
             for result in results:
-                parts = parts_of(reader.tokenizer, result, self._sampling)
+                parts = parts_of(reader.tokenizer, result, self._sampling, tagged=chat.tagged)
                 if parts is not None:
                     result.reasoning, result.content = parts
         return chat.whole(results)

@@ -85,8 +85,10 @@ class Remote:
         incremental: bool,
         stream: Stream,
         parted: bool = False,
+        tagged: bool = False,
     ) -> Handle:
-        """Queues a request; see `Session.submit`. `parted` tells thinking and answer apart."""
+        """Queues a request; see `Session.submit`. `parted` tells thinking and answer apart, with
+        the tags of the thinking if `tagged`."""
         if self._loop is None:
             raise CapacityError("the engine has ended")
         request = self.admission.new_request(prompt_token_ids, sampling)
@@ -94,7 +96,7 @@ class Remote:
         text: IncrementalDecoder | None = None
         special = sampling.special_tokens
         if parted:
-            text = parted_decoder(tokenizer, prompt_token_ids, sampling)
+            text = parted_decoder(tokenizer, prompt_token_ids, sampling, tagged=tagged)
         if text is None and (incremental or sampling.stop):
             options: Any = {"min_tokens": sampling.min_tokens or 0, **special}
             text = IncrementalDecoder(tokenizer, sampling.stop, **options)

@@ -265,7 +265,7 @@ def test_kept_answers_are_printed_as_they_were(
 def test_thinking_is_told_apart(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
     decoder = tiny_decoder()
     monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda *_, **__: decoder)
-    monkeypatch.setattr(lines_module, "parts_of", lambda *_: ("why", "so"))
+    monkeypatch.setattr(lines_module, "parts_of", lambda *_, tagged: ("why", "so"))
     file = tmp_path / "batch.jsonl"
     bodies = [{"messages": HI}, {"messages": HI, "separate_reasoning": False}]
     file.write_text("\n".join(line(f"r{at}", CHAT, one) for at, one in enumerate(bodies)))

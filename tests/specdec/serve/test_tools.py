@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,13 +16,29 @@ import pytest
 pytest.importorskip("xgrammar")
 pytest.importorskip("jsonschema")
 
+from specdec.base.chat.tools import FORMATS
 from specdec.base.config import EngineConfig
+from specdec.sampling.params import SamplingParams
+from specdec.serve.answers.calls import CallCompletion
+from specdec.serve.answers.token_bytes import TokenBytes
 from specdec.serve.processes.setup import Setup
+from specdec.serve.protocol import ChatRequest
+from specdec.serve.tools import tools_of
 from specdec.session.decoder import SpecDecoder
 from specdec.session.link.channel import Facts
+from specdec.session.thinking import parted_decoder
 from tests.checks.calls import asked, compare
 from tests.helpers.live_server import MODEL, live_server
-from tests.helpers.tools import HARMONY, HERMES, MISTRAL, THINKING, UNKNOWN, function, tool_decoder
+from tests.helpers.tools import (
+    HARMONY,
+    HERMES,
+    MISTRAL,
+    THINKING,
+    UNKNOWN,
+    function,
+    tool_decoder,
+    tool_tokenizer,
+)
 from tests.helpers.waiting import HANG
 
 CITY: Any = {
@@ -226,6 +243,51 @@ def test_a_model_thinks_before_it_calls() -> None:
             parts[0] += getattr(delta, "reasoning_content", None) or ""
             parts[1] += "".join(one.function.arguments for one in delta.tool_calls or ())
         assert parts == [made.message.reasoning_content, arguments]
+        extra["separate_reasoning"] = False
+        mixed: Any = client.chat.completions.create(**way, extra_body=extra).choices[0].message
+        assert mixed.content == f"{parts[0]}</think>" and not hasattr(mixed, "reasoning_content")
+        assert called(mixed) == [(name, arguments)]
+        text = ""
+        events = client.chat.completions.create(**way, extra_body=extra, stream=True)
+        for event in events:
+            delta = event.choices[0].delta
+            assert not hasattr(delta, "reasoning_content")
+            text += delta.content or ""
+        assert text == mixed.content
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_a_thinking_calls_nothing(separate: bool) -> None:
+    """Whatever it writes, and wherever it goes."""
+    tokenizer = tool_tokenizer(THINKING)
+    one, two = (
+        f'<tool_call>\n{{"name": "now", "arguments": {{"a": {place}}}}}\n</tool_call>'
+        for place in (1, 2)
+    )
+    body: Any = {"messages": ASKED["messages"], "tools": TOOLS, "separate_reasoning": separate}
+    asked = ChatRequest(**body)
+    tools = tools_of(asked, tokenizer, FORMATS["hermes"])
+    assert tools is not None
+    about = asked, "m", [[1]], TokenBytes(tokenizer)
+    answer = CallCompletion(*about, tools=tools)
+    prompt, tokens = (
+        tokenizer(text)["input_ids"] for text in ("<think>", f"or {one}.</think>\n\n{two}")
+    )
+    assert answer.parted
+    text = parted_decoder(tokenizer, prompt, SamplingParams(), tagged=answer.tagged)
+    assert text is not None
+    text.push(tokens)
+    text.finish()
+    reasoning, content = text.parts
+    result: Any = SimpleNamespace(
+        text=text.text, content=content, reasoning=reasoning, token_ids=tokens,
+        logprobs=[], top_logprobs=[],
+    )  # fmt: skip
+    message = answer.choice(result, 0, result)["message"]
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"a": 2}']
+    thought = f"or {one}."
+    assert message.get("reasoning_content") == (thought if separate else None)
+    assert message["content"] == (None if separate else f"{thought}</think>")
 
 
 def test_log_probabilities_and_tokens_beside_calls(mistral: openai.OpenAI) -> None:

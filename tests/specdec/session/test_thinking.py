@@ -68,6 +68,16 @@ def test_parts(template: str, prompt: str, output: str, parts: tuple[str, str]) 
         told = [text + new for text, new in zip(told, decoder.new_parts, strict=True)]
         assert tuple(told) == decoder.parts == parts
         assert whole == text_of(tokenizer, tokens)
+        place = thinking.behind_prompt(before)
+        tagged = TokenParted(tokenizer, thinking=thinking, place=place, tagged=True)
+        told = ["", ""]
+        for end, size in zip(accumulate(sizes), sizes, strict=True):
+            tagged.push(tokens[end - size : end])
+            tagged.take()
+            told = [text + new for text, new in zip(told, tagged.new_parts, strict=True)]
+        tagged.finish()
+        assert tagged.parts[1] == parts[1] and "".join(tagged.parts).startswith("".join(told))
+        assert thinking.head or "".join(tagged.parts) == whole
 
 
 def test_a_stop_string_ends_either_part() -> None:
@@ -120,6 +130,13 @@ def test_tags_that_are_text_of_several_tokens(
     letters = [one for letter in output for one in tokenizer(letter)["input_ids"]]
     assert len(tokenizer("</think>")["input_ids"]) > 1
     for tokens, size in product((whole, letters), (1, 2, 3, 99)):
+        tagged = parted_decoder(tokenizer, prompt, sampling, tagged=True)
+        assert tagged is not None
+        for token in tokens:
+            tagged.push([token])
+            tagged.take()
+        tagged.finish()
+        assert "".join(tagged.parts) == output and tagged.parts[1] == parts[1]
         text = parted_decoder(tokenizer, prompt, sampling)
         assert text is not None
         told = ["", ""]
