@@ -63,6 +63,8 @@ def for_template(
     known = [{key: one[key] for key in one if key not in CONTINUED} for one in messages]
     if any(len(message.get("tool_calls") or ()) > 1 for message in known):
         known = _apart(known) if _way(tokenizer, said=False, several=True).apart else known
+    if any(message.get("role") == "tool" for message in known):
+        known = known if _way(tokenizer, said=False).role == "tool" else _joined(known)
     names = dict[str, str]()  # of what was called, by the ids of calls
     for message in known:
         calls = message.get("tool_calls")
@@ -121,6 +123,18 @@ def _apart(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             made += [{**message, "tool_calls": [call]}, *own]
             message = {"role": message["role"], "content": ""}
         made += results
+    return made
+
+
+def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, in which results that follow each other are one: the users' may alternate."""
+    made = list[dict[str, Any]]()
+    for message in messages:
+        before = made[-1] if made else {}
+        if message.get("role") == before.get("role") == "tool":
+            made[-1] = {**before, "content": f"{before['content']}\n{message['content']}"}
+        else:
+            made.append(message)
     return made
 
 
@@ -220,7 +234,8 @@ def _probed(
     end = [{"role": "assistant", "content": "b"}, *user("c")]
     messages: list[dict[str, Any]] = [*user("a"), called, *results, *end]
     read = list[dict[str, Any]]()
-    for message in _apart(messages) if way.apart else messages:
+    messages = _apart(messages) if way.apart else messages
+    for message in messages if way.role == "tool" else _joined(messages):
         if message["role"] == "tool":
             message["role"] = way.role
         elif message.get("tool_calls"):

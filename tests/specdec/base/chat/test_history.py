@@ -28,6 +28,8 @@ TEMPLATES = {
     "no calls": _EACH + _OTHERS + _END,
     "no role": LOST_ROLE.replace("{% endif %}", "{% else %}{{ raise_exception('x') }}{% endif %}"),
     "lost role": LOST_ROLE,
+    "alternating": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}" + _OTHERS + _END,
     "parts": _EACH + "{% for p in m.content %}{{ p.text }}{% endfor %}" + _CALLS + _END,
     "told of tools": "{% for t in tools %}{{ t.function.name }}{% endfor %}" + BESIDE,
     "one call": BESIDE.replace("<", "{% if loop.length > 1 %}{{ 1 / 0 }}{% endif %}<"),
