@@ -38,9 +38,9 @@ class Work:
         engine: Any = live.decoder.engine
         prefill = engine._prefill
 
-        def noted(chunks: list[Chunk]) -> None:
+        def noted(chunks: list[Chunk], **options: Any) -> None:
             self.rows += sum(chunk.end - chunk.start for chunk in chunks)
-            prefill(chunks)
+            prefill(chunks, **options)
 
         monkeypatch.setattr(engine, "_prefill", noted)
 
