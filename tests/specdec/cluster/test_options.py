@@ -16,7 +16,7 @@ from specdec.sampling.params import SamplingParams
         (["generate", "hello", "--engines", "2"], "add --ray"),
         (["generate", "hello", "--stream", "--ray"], "--stream looks at one engine"),
         (["generate", "hello", "--stream", "--out", "kept.jsonl"], "--out keeps whole answers"),
-        (["bench", "show", "report.json", "--ray"], "leave it out with compare, show"),
+        (["bench", "show", "report.json", "--ray"], "--ray says nothing beside bench show"),
         (["generate", "hello", "--engines", "0", "--ray"], "engines is 0"),
     ],
 )
