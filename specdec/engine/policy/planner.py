@@ -44,6 +44,7 @@ class Planner:
         self.shapes = tuple(shapes)
         self.limits = DraftLimits.of_shapes(shapes)
         self.num_draft_tokens = self.limits.depth
+        self._reads_late = drafter is not None and drafter.reads_late
         self._runner, self._scheduler, self._second_tries = runner, scheduler, second_tries
         self._last: Selection | None = None  # for which a shape was chosen
         self.choice: BlockChoice | None = None
@@ -92,7 +93,7 @@ class Planner:
     def _reads(self, batch: Selection, choice: BlockChoice | None) -> bool:
         """Whether the drafter should read prompts that are prefilled now."""
         waiting, scheduler = self._scheduler.waiting, self._scheduler
-        if choice is None:
+        if choice is None or not self._reads_late:
             return True
         num_reqs = min(len(scheduler.working) + len(waiting), scheduler.max_num_seqs)
         sampled = any(not request.plan.all_greedy for request in waiting[:1])

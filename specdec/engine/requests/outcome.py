@@ -41,7 +41,7 @@ def take_over(launch: Launch) -> Outcome:
     """
     outcome, columns, shape = Outcome(), launch.columns(), launch.block
     depth = shape.depth if shape is not None else 0
-    any_limited = launch.selection.plan.limited
+    any_limited, left_out = launch.selection.plan.limited, launch.left_out
     tree_size = shape.drafts if shape is not None and shape.is_tree else 0
     token_ids, logprobs = columns.token_ids, columns.logprobs
     counts = columns.num_accepted, columns.num_drafts, columns.flags
@@ -61,7 +61,7 @@ def take_over(launch: Launch) -> Outcome:
                 continue
             outcome.requests.append(request)
             limited = any_limited and request.plan.limited
-            tells = not limited and request not in launch.left_out  # of a shape
+            tells = not limited and not (left_out and request in left_out)  # of a shape
             if tells:
                 outcome.num_accepted.append(num_accepted)
             tokens = token_ids[first : first + num_accepted + 1]

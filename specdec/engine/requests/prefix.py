@@ -167,7 +167,8 @@ class PrefixCache:
             return
         if context != "later" and not request.unread:
             end = start if self._late else request.num_kv_tokens
-            self.read(request, end)
+            if self._reads_late:
+                self.read(request, end)
             self._offer(request, end)
         elif self._reads_late:
             self._offer(request, request.num_kv_tokens)

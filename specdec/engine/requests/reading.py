@@ -62,6 +62,8 @@ class Reading:
             full = deferred + 1 >= most and not self.late
             launch.block, launch.prepares = BlockShape(0), drafts
             launch.context = "all" if drafts or full else "later"
+        if launch.context == "now" and not self.late:
+            return  # nothing was put off
         if launch.context == "all":
             self._read(request for request in drafting if request.unread)
         for request in requests:
