@@ -50,10 +50,11 @@ def fitting_specs(verifier: Verifier) -> list[LayerSpec]:
     if not large:
         return list(verifier.kv_specs)
     say = logger.warning if group is None or group.rank == 0 else logger.debug
-    reach = f"the keys of layers {', '.join(map(str, large))} reach {max(largest.values()):.0f}"
+    layers = f"layer{'s' * (len(large) > 1)} {', '.join(map(str, large))}"
+    reach = f"keys of {layers} are as large as {max(largest.values()):.0f}"
     if not attention.mixes_cache_types:
         what = f"{reach}, which 8-bit floats round by up to 16"
         say("%s: answers will differ; --kv-dtype auto rounds nothing", what)
         return list(verifier.kv_specs)
-    say("%s, so their cache stays in %s", reach, str(dtype).removeprefix("torch."))
+    say("%s, so the cache of these stays in %s", reach, str(dtype).removeprefix("torch."))
     return [plain[n] if n in large else spec for n, spec in enumerate(verifier.kv_specs)]

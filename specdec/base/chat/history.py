@@ -23,7 +23,6 @@ _SAID, _RESULT = "qzx8 specdec", "qzx9 specdec"
 _reads_parts: dict[str, bool] = {}
 """By template, whether it reads the parts of a content, and not the text."""
 
-
 _thinks_in_parts: dict[str, bool] = {}
 """By template, whether it reads a thinking as a part of the content alone, as Mistral's do."""
 
@@ -192,7 +191,7 @@ def _way(tokenizer: PreTrainedTokenizerBase, *, said: bool, several: bool = Fals
             lost = "is said beside" if said else "belongs to"
             calls = "several calls of tools" if several else "a call of tools"
             logger.warning(f"the chat template may leave out what {lost} {calls}")
-        elif found is not None and found.written and not (said or several):
+        elif found.written and not (said or several):
             text = "the chat template knows no calls of tools"
             logger.warning(f"{text}: earlier ones are given within the text")
         if found is not None and found.role != "tool" and not (said or several):

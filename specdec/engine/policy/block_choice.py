@@ -16,9 +16,8 @@ batch of a new size begins with what others have shown. Once as many requests ha
 has, what earlier texts have accepted counts little, and drafts that did not pay are tried. What is
 slower is tried again now and then, within a share of the time. Whatever is tried, an account of
 what it lost against plain decoding, and of what a drafter had to read before, bounds what is lost
-over any few seconds. What is output does
-not depend on the choice, except that probabilistic drafts draw other random tokens of the same
-distribution.
+over any few seconds. What is output does not depend on the choice, except that probabilistic drafts
+draw other random tokens of the same distribution.
 """
 
 from collections.abc import Callable, Sequence

@@ -23,26 +23,11 @@ from specdec.model.core import DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from tests.drafters.draft_model.test_drafter import K, draft_model
 from tests.drafters.sequential.toy import check_drafts, noted_run
+from tests.helpers.fake_clock import FakeClock
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 
 BLOCK = 4
 WAVES = 12
-
-
-class Clock:
-    """A clock that forwards move."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def stamp(self) -> float:
-        return self.now
-
-    def wait(self, stamp: float) -> None:
-        pass
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
 
 
 class Run(NamedTuple):
@@ -70,7 +55,7 @@ def run(model: str | None, num_reqs: int, *, late: bool = True, depth: int = 1) 
         late: the draft model may read late.
         depth: steps launched before the oldest result is read.
     """
-    target, clock, rows = paged_verifier(plain_model("llama")), Clock(), 0
+    target, clock, rows = paged_verifier(plain_model("llama")), FakeClock(), 0
     drafter = None
     forward = target.forward
 

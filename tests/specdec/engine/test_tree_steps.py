@@ -22,7 +22,7 @@ from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import FIRST, BoundTrees, ScriptedTrees
 from tests.helpers.tiny_models import random_dflash, tiny_tokenizer
 from tests.helpers.tree_engine import DRAFTS, MAX_TOKENS, SAMPLINGS, TREES, TreeCase, finish, tokens
-from tests.specdec.engine.policy.test_choice_in_engine import FakeClock
+from tests.specdec.engine.policy.test_choice_in_engine import TargetClock
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def test_the_choice_is_made_by_what_decodes_fastest(
     drafter = ScriptedTrees(case.outputs, [[*range(6), 0, *star[7:]]], ends=[end])
     drafter.wrong_at = [{0}]
     engine = case.engine(drafter, num_draft_tokens="auto", tree_nodes=None)
-    clock = FakeClock(case.verifier, monkeypatch, per_row)
+    clock = TargetClock(case.verifier, monkeypatch, per_row)
     engine.clock = engine.results._clock = clock  # type: ignore[assignment]
     for _ in range(12):
         assert tokens(case.run(engine)) == list(case.outputs.values())

@@ -95,7 +95,7 @@ def test_large_keys_keep_their_type(
     assert kept == ([LAYER] if abs(bias) > 100 else [])
     assert not any(spec.dtype for spec in [*exact.kv_specs, *eight_bits.kv_specs])
     lines = [record.getMessage() for record in caplog.records]
-    said = [line for line in lines if f"layers {LAYER} reach" in line]
+    said = [line for line in lines if f"keys of layer {LAYER} are" in line]
     assert len(said) == 2 * len(kept), lines
     if kept:
         assert "--kv-dtype auto" in said[0] and "float32" in said[1]

@@ -21,6 +21,7 @@ from specdec.engine.requests.request import Request
 from specdec.model.batch import DecodeBatch, ForwardInput
 from specdec.model.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
+from tests.helpers.fake_clock import FakeClock
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import (
     paged_verifier,
@@ -226,11 +227,11 @@ def test_a_smaller_k_only_cuts_the_drafts(case: Case) -> None:
     assert sum(len(chosen[key]) < len(always[key]) for key in chosen.keys() & always.keys()) > 10
 
 
-class FakeClock:
+class TargetClock(FakeClock):
     """A clock that only forwards of the target move."""
 
     def __init__(self, verifier: Verifier, patch: pytest.MonkeyPatch, per_row: float) -> None:
-        self.now = 0.0
+        super().__init__()
         forward = verifier.forward
 
         def timed(rows: ForwardInput, caches: Any, aux: Any = ()) -> VerifyOutput:
@@ -238,15 +239,6 @@ class FakeClock:
             return forward(rows, caches, aux)
 
         patch.setattr(verifier, "forward", timed)
-
-    def stamp(self) -> float:
-        return self.now
-
-    def wait(self, stamp: float) -> None:
-        pass
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -269,7 +261,7 @@ def test_engine_adapts(
     engine = case.engine(
         ScriptedDrafter(case.outputs, 8, [wrong_at]), num_draft_tokens="auto", pipeline_depth=depth
     )
-    clock = FakeClock(case.verifier, monkeypatch, per_row)
+    clock = TargetClock(case.verifier, monkeypatch, per_row)
     engine.clock = engine.results._clock = clock  # type: ignore[assignment]
     for _ in range(8):
         for request in case.run(engine, case.prompts[:1]):
@@ -315,7 +307,7 @@ def test_the_hosts_time_counts_between_steps(
     taken for a step's time.
     """
     engine = case.engine(None, pipeline_depth=depth)
-    clock = FakeClock(case.verifier, monkeypatch, per_row=0.0)
+    clock = TargetClock(case.verifier, monkeypatch, per_row=0.0)
     engine.clock = engine.results._clock = clock  # type: ignore[assignment]
     schedule, receive = engine.scheduler.schedule, engine.results.receive
     times: list[float | None] = []
