@@ -3,6 +3,7 @@ modules, in fewer operations.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.chunks import in_chunks
 from specdec.attention.mla import MlaBackend
-from specdec.kv_cache import StateCache, StateLayerSpec
+from specdec.kv_cache import LatentLayerSpec, LayerSpec, StateCache, StateLayerSpec
 from specdec.layers.decoder import Decoder
 from specdec.layers.linear_choice import linear
 from specdec.layers.ops.choice import ops_for
@@ -109,6 +110,7 @@ class DecoderVerifier:
         self._ops = ops_for(backend, **kinds, group=self.group, width=self.hidden_size)
         builder = LayerBuilder(own, description, backend)
         self._kinds = layer_kinds(own, backend)
+        self._plain: tuple[MlaBackend, ...] = ()
         self._inputs = builder.inputs(weights.under("model.")) if description.layer_inputs else None
         scopes = (weights.under(f"model.layers.{index}.") for index in range(self.num_layers))
         layers = [builder.layer(index, scope) for index, scope in enumerate(scopes)]
@@ -156,7 +158,7 @@ class DecoderVerifier:
         inputs = None
         if self._inputs is not None:
             inputs = self._inputs(self._ops, rows.token_ids, embeddings)
-        each = self.attention.each
+        each = (*self.attention.each, *self._plain)
         of_each = [_plan(backend, rows.metadata) for backend in each]
         recurrent = None if self._states is None else recurrent_rows(rows)
         backends, held, plans = [each[kind] for kind in self._kinds], [], []
@@ -170,6 +172,17 @@ class DecoderVerifier:
         if recurrent is not None and self._states is not None:
             recurrent.finish(caches[self._states].lengths)
         return result
+
+    def store(self, specs: Sequence[LayerSpec]) -> None:
+        """Takes other specs of the cache; latents in the model's type have a backend of their
+        own.
+        """
+        self.kv_specs = list(specs)
+        latents = [isinstance(spec, LatentLayerSpec) and bool(spec.dtype) for spec in specs]
+        if isinstance(self.attention, MlaBackend) and any(latents):
+            self._kinds = [int(any(latents[n] for n in places)) for places in self._places]
+            plain = replace(self.attention.spec, cache_dtype=None)
+            self._plain = (type(self.attention)(plain),)
 
     def keep_layers(self, count: int) -> None:
         """Drops the layers from `count` on, for who wants the outputs of those before alone."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.base.errors import UnsupportedModelError
+from specdec.kv_cache import LayerSpec
 from specdec.model.batch import ForwardInput
 from specdec.model.core import LengthRule, RoutedExperts, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingDefaults
@@ -192,6 +193,10 @@ class HFVerifier:
         counts, named = expert_counts(self.config), self.model.named_parameters()
         weights = sum(parameter.nbytes for name, parameter in named if ".experts." in name)
         return RoutedExperts(*counts, weights) if counts else None
+
+    def store(self, specs: Sequence[LayerSpec]) -> None:
+        """Takes other specs of the cache."""
+        self.kv_specs = list(specs)
 
     @torch.inference_mode()
     def forward(

@@ -145,7 +145,7 @@ def load_verifier(
         verifier.media_token_ids = media_token_ids(whole)
     verifier.eos_token_ids, verifier.defaults = generation.ends, generation.defaults
     if cache_dtype is not None:
-        cast("DecoderVerifier | HFVerifier", verifier).kv_specs = fitting_specs(verifier)
+        cast("DecoderVerifier | HFVerifier", verifier).store(fitting_specs(verifier))
     return verifier, tokenizer
 
 

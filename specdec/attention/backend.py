@@ -294,6 +294,22 @@ class Backend(ABC, Generic[Spec]):
         """What to know about how this backend would serve `spec`, for people; mostly nothing."""
         return []
 
+    @property
+    def mixes_cache_types(self) -> bool:
+        """Whether some layers may have a cache in the model's own type where the spec asks for
+        another.
+        """
+        return False
+
+    def _has_plain_kernels(self) -> bool:
+        """Whether the kernels for a cache in the model's own type are there, and right as far as
+        they are checked.
+        """
+        spec: Any = self.spec
+        plain = replace(spec, cache_dtype=None)
+        against = self.reasons_against_auto(plain)
+        return not self.unsupported_reasons(plain) and against in ([], BY_NAME)
+
     @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> Any:
         """Work that all layers of one forward share, such as masks and index lists."""
@@ -305,13 +321,6 @@ class AttentionBackend(Backend[AttentionSpec]):
     prefill_tokens = 8192
     fits_fused_layers: bool = False
     """Whether our Triton kernels may compute what surrounds it; the reference takes plain torch."""
-
-    @property
-    def mixes_cache_types(self) -> bool:
-        """Whether some layers may have a cache in the model's own type where the spec asks for
-        another.
-        """
-        return False
 
     @cached_property
     def each(self) -> "tuple[AttentionBackend, ...]":

@@ -38,6 +38,7 @@ from specdec.kernels.kernel import check_all
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
 from specdec.model.core import Drafter, PredictedDrafter, Verifier
+from specdec.model.large_keys import fitting_specs
 from specdec.parallel.collectives import least
 from specdec.parallel.group import group_of
 
@@ -126,7 +127,8 @@ def build_engine(
     prefill_rows = 0
     if captures and verifier.attention.captures_prefill:
         prefill_rows = max_prefill_rows(verifier, config.max_num_seqs)
-    target_specs, drafter_specs = verifier.kv_specs, drafter.kv_specs if drafter else []
+    target_specs = verifier.kv_specs
+    drafter_specs = fitting_specs(verifier, drafter) if drafter else []
     recurrent = bytes_per_slot(target_specs, 1) > 0
     # The slot after the last pads batches; as many snapshots as there may be requests come behind
     # it.

@@ -92,11 +92,13 @@ class LatentLayerSpec(PagedLayerSpec):
         width: numbers of the vector, the compressed key and value followed by the rotated key.
         index_bytes: bytes of the indexer's key in the backend's form; 0 without an indexer.
         max_tokens: slots that the backend's kernels can address; None is no limit.
+        dtype: of the vector, where it is not that of the other layers.
     """
 
     width: int
     index_bytes: int = 0
     max_tokens: int | None = None
+    dtype: torch.dtype | None = None
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token.
@@ -104,12 +106,12 @@ class LatentLayerSpec(PagedLayerSpec):
         >>> LatentLayerSpec(width=576).bytes_per_token(torch.bfloat16)
         1152
         """
-        return self.width * dtype.itemsize + self.index_bytes
+        return self.width * (self.dtype or dtype).itemsize + self.index_bytes
 
     def cut(self, size: tuple[int, int], dtype: torch.dtype, memory: "Memory") -> "LatentCache":
         """See `PagedLayerSpec.cut`."""
         return LatentCache(
-            latent=memory.zeros((*size, self.width), dtype),
+            latent=memory.zeros((*size, self.width), self.dtype or dtype),
             index_key=memory.zeros((*size, self.index_bytes), torch.uint8),
         )
 

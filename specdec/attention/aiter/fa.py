@@ -178,12 +178,8 @@ class RocmAiterFaBackend(AttentionBackend):
 
     @cached_property
     def mixes_cache_types(self) -> bool:
-        """See `AttentionBackend.mixes_cache_types`; the kernels for the model's own type have to be
-        there, and right as far as they are checked.
-        """
-        plain = replace(self.spec, cache_dtype=None)
-        against = self.reasons_against_auto(plain)
-        return not self.unsupported_reasons(plain) and against in ([], BY_NAME)
+        """See `Backend.mixes_cache_types`."""
+        return self._has_plain_kernels()
 
     def plan(self, metadata: AttentionMetadata) -> AiterPlan:
         """Requests grouped by phase; the same whether or not a graph is being captured."""

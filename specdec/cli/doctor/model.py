@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 _WIDTH = 132
+_EIGHT_BITS = " in 8 bits, if no layer's keys are too large for them"  # which weights alone tell
 
 
 def run_model(args: argparse.Namespace) -> int:
@@ -127,7 +128,7 @@ def _max_gpus(args: argparse.Namespace, device: torch.device) -> int:
 def _cache_sizes(needs: Any, kv_dtype: str) -> str:
     parts = [f"{needs.token_bytes / 1024:,.1f} KiB per token"] if needs.token_bytes else []
     parts += [f"{needs.request_bytes / 2**20:,.1f} MiB per request"] if needs.request_bytes else []
-    return ", ".join(parts) + (" in 8 bits" if kv_dtype == "fp8" else "")
+    return ", ".join(parts) + _EIGHT_BITS * (kv_dtype == "fp8")
 
 
 def _memory(device: torch.device) -> int:

@@ -8,12 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.composed.drafter import ComposedDrafter
+from drafters.draft_model.drafter import load_draft_model
+from drafters.eagle3.config import parse_config
+from drafters.eagle3.drafter import eagle3_drafter
+from drafters.suffix.drafter import SuffixDrafter
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.registry import ATTENTION_BACKENDS
+from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LayerCache
 from specdec.model.scratch import ScratchCache
-from tests.helpers.tiny_models import plain_model, tiny_tokenizer
+from tests.drafters.eagle3.heads import SPECULATORS, head_tensors
+from tests.helpers.tiny_models import plain_model, random_dflash, tiny_tokenizer
 from verifiers.load import load_verifier
 
 E4M3 = torch.float8_e4m3fn
@@ -104,3 +112,39 @@ def test_large_keys_keep_their_type(
         assert (rounded - exact_keys).abs().max() > 1
     size = [sum(one.bytes_per_token(E4M3) for one in each.kv_specs) for each in (exact, fitting)]
     assert size[1] == size[0] * (1 + 3 * len(kept) / len(exact.kv_specs))
+
+
+def drafter_of(kind: str, verifier: Any, size: float, folder: Path) -> Any:
+    """A drafter one of whose layers has keys as large as that; its number among all layers."""
+    if kind == "draft model":
+        loaded(folder / "draft", size, attention="mixed")
+        return load_draft_model(folder / "draft", verifier=verifier), LAYER
+    if kind == "eagle3":
+        raw = {**SPECULATORS, "target_hidden_size": verifier.hidden_size}
+        raw["embed_requires_grad"] = True
+        tensors = head_tensors(raw)
+        tensors["layers.0.self_attn.k_proj.weight"] *= size / 3
+        return eagle3_drafter(parse_config(raw), tensors, verifier), 0
+    dflash = random_dflash(verifier)
+    with torch.no_grad():
+        dflash.network._norms[1].weight.fill_(size)
+    if kind == "dflash":
+        return dflash, 1
+    return ComposedDrafter([SuffixDrafter(), dflash]), 1
+
+
+@pytest.mark.parametrize("size", [300.0, 10.0])
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "draft model", "composed"])
+def test_large_keys_of_drafters(
+    kind: str, size: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches drafts that are made of rounded keys, and memory spent on the drafter's others."""
+    verifier = loaded(tmp_path / "target", 0.0, attention="mixed", cache_dtype=E4M3)
+    drafter, large = drafter_of(kind, verifier, size, tmp_path)
+    cache = CacheConfig(memory_bytes=2**20)
+    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=2, cache=cache))
+    of_drafter = engine.kv_cache.layers[len(verifier.kv_specs) :]
+    kept = [n for n, layer in enumerate(of_drafter) if layer.key.dtype == torch.float32]
+    assert kept == [large] * (size > 100) and len(of_drafter) > large
+    said = [line for line in caplog.messages if "keys of" in line and "stays in float32" in line]
+    assert len(said) == len(kept), caplog.messages

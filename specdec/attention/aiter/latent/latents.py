@@ -8,6 +8,7 @@ A plan of AITER's own, made on the device, divides the entries among the compute
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -203,6 +204,11 @@ class AiterLatentBackend(MlaBackend):
     def reasons_against_auto(cls, spec: MlaSpec) -> list[str]:
         """See `Backend.reasons_against_auto`."""
         return reasons_against_latent(cls, spec)
+
+    @cached_property
+    def mixes_cache_types(self) -> bool:
+        """See `Backend.mixes_cache_types`."""
+        return self._has_plain_kernels()
 
     @property
     def query_dtype(self) -> torch.dtype:

@@ -104,6 +104,7 @@ def test_decoding_in_real_sizes(
     cache: dict[str, Any] = {"cache_dtype": FP8[architecture]} if fp8 else {}
     asked = spec(num_heads=num_heads, **cache)
     assert RocmAiterMlaBackend.unsupported_reasons(asked) == []
+    assert RocmAiterMlaBackend(asked).mixes_cache_types
     assert_right(
         Case(asked, [33, width + 1], [width, width], uniform=True), RocmAiterMlaBackend(asked)
     )

@@ -2,14 +2,18 @@
 nothing waits within a step.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from drafters.ngram import NGramDrafter
+from specdec.attention.aiter.latent.latents import AiterLatentBackend
 from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
-from specdec.model.scratch import next_token_logits
+from specdec.model.large_keys import fitting_specs
+from specdec.model.scratch import ScratchCache, next_token_logits
 from tests.helpers.aiter_generation import generate, wide_dflash
 from tests.helpers.rocm import Install
 from tests.helpers.tiny_configs import TOPK
@@ -58,3 +62,41 @@ def test_whole_generations_equal_torch_ref(rocm: Install) -> None:
         "flash_attn_varlen_func",
         "flash_attn_with_kvcache",
     } <= machine.names()
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("large", [[], [1], [0, 1, 2, 3]])
+def test_large_latents_keep_their_type(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch, kind: str, large: list[int]
+) -> None:
+    """Catches rotated keys that an 8-bit cache rounds by 16 and more or cuts off, memory spent on
+    other layers, and a plan that was made for the other type.
+    """
+    rocm(tiny=True, num_compute_units=8)
+    monkeypatch.setattr(AiterLatentBackend, "mixes_cache_types", True)  # not of heads so small
+    changes = {"index_head_dim": 16} if kind == "deepseek_v32" else {}
+    model = plain_model(kind, **changes)
+    with torch.no_grad():
+        for layer in large:
+            down = model.model.layers[layer].self_attn.kv_a_proj_with_mqa.weight
+            down[-model.config.qk_rope_head_dim :] *= 1000
+    backend = RocmAiterMlaSparseBackend if changes else RocmAiterMlaBackend
+    eight_bits = {"cache_dtype": torch.float8_e4m3fnuz}
+    exact = paged_verifier(model, 16, backend=backend)
+    fitting: Any = paged_verifier(model, 16, backend=lambda s: backend(replace(s, **eight_bits)))
+    specs: list[Any] = fitting_specs(fitting)
+    fitting.store(specs)
+    assert [n for n, spec in enumerate(specs) if spec.dtype] == large
+    drafter = NGramDrafter(max_draft_tokens=4)
+    assert generate(fitting, None) == generate(fitting, drafter, guard=True)
+    tokens = list(range(3, 80))
+
+    @torch.inference_mode()
+    def logits_of(verifier: Any) -> torch.Tensor:
+        cache = ScratchCache(verifier, [len(tokens)])
+        first, last = (0, 0, tokens[:-1]), (0, len(tokens) - 1, tokens[-1:])
+        verifier.forward(cache.rows([first]), cache.layers)
+        result: torch.Tensor = verifier.forward(cache.rows([last]), cache.layers).logits
+        return result
+
+    assert torch.equal(logits_of(fitting), logits_of(exact)) == (len(large) == 4)
