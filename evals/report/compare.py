@@ -3,7 +3,7 @@
 from typing import Any
 
 from evals.report.grid import align
-from evals.report.paired import paired_lines
+from evals.report.paired import difference, paired_lines
 from evals.report.report import Report
 from evals.report.sides import part_title
 from evals.report.table import judged
@@ -63,12 +63,18 @@ def _judged_differently(one: Report, other: Report) -> list[str]:
     others = {task["task"]: task for task in other["tasks"]}
     lines = []
     for task in one["tasks"]:
-        if task.get("sha256") != others.get(task["task"], task).get("sha256"):
-            what = f"{task['task']}: the reports asked other questions, so no answers are paired"
+        if (their := others.get(task["task"])) is None:
+            continue
+        asked = task.get("sha256"), their.get("sha256")
+        if None in asked or asked[0] != asked[1]:
+            why = "the reports asked other questions"
+            if None in asked:
+                why = "an older report does not say which questions it asked"
+            what = f"{task['task']}: {why}, so no answers are paired"
             lines.append(f"{what}; measure both with the same data and limit")
             continue
         for side in ("plain", "speculative"):
-            metrics = others.get(task["task"], {}).get(side, {}).get("metrics", {})
+            metrics = their.get(side, {}).get("metrics", {})
             for name, metric in task[side]["metrics"].items():
                 mine, theirs = (some.get("right") for some in (metric, metrics.get(name, {})))
                 if mine and theirs and len(mine) == len(theirs):
@@ -83,8 +89,8 @@ def differences(one: Report, other: Report) -> list[str]:
     ours, theirs = one["provenance"], other["provenance"]
     machine = ("device", "dtype", "weights", "attention", "kv_dtype", "prefill_dtype")
     for field in (*machine, "num_threads", "commit"):
-        if ours.get(field) != theirs.get(field):
-            found.append(f"{field} differs: {ours.get(field)} / {theirs.get(field)}")
+        if why := difference(field, ours, theirs):
+            found.append(why)
     for package in sorted(ours["versions"].keys() | theirs["versions"].keys()):
         left, right = ours["versions"].get(package), theirs["versions"].get(package)
         if left != right:

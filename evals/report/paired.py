@@ -81,9 +81,17 @@ def unlike(one: Report, other: Report) -> str:
     settings = one["settings"], other["settings"]
     for first, second, names in ((ours, theirs, MODEL), (*settings, deciding)):
         for name in names:
-            if first.get(name) != second.get(name):
-                return f"{name} differs: {first.get(name)} / {second.get(name)}"
+            if why := difference(name, first, second):
+                return why
     return ""
+
+
+def difference(name: str, one: Row, other: Row) -> str:
+    """What two reports say of a field, where that is not the same; an older one may say nothing."""
+    said = [str(some[name]) if name in some else "not said" for some in (one, other)]
+    if one.get(name, "not said") == other.get(name, "not said"):
+        return ""
+    return f"{name} {'may differ' if 'not said' in said else 'differs'}: {' / '.join(said)}"
 
 
 def _parts(report: Report) -> dict[Part, list[Row]]:

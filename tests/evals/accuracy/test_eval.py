@@ -274,6 +274,14 @@ def test_answers_to_other_questions_are_not_paired(
         text = capsys.readouterr().out
         assert ("McNemar" in text) == paired
         assert ("humaneval: the reports asked other questions" in text) != paired
+    older = read_report(Path(reports[2]))
+    del older["tasks"][0]["sha256"]
+    Path(reports[2]).write_text(json.dumps(older), encoding="utf-8")
+    for first, second in (reports[::2], reports[::-2], [reports[2]] * 2):
+        assert main(["bench", "compare", first, second]) == 0
+        text = capsys.readouterr().out
+        assert "humaneval: an older report does not say which questions it asked" in text
+        assert "McNemar" not in text and "other questions" not in text
 
 
 @pytest.mark.parametrize(
