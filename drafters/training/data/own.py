@@ -14,6 +14,7 @@ from drafters.training.data.rows import (
     Row,
     chat_messages,
     conversation,
+    goes_on,
     read_rows,
 )
 from drafters.training.data.shards import Say, write_shard
@@ -168,14 +169,21 @@ def _records(source: Source, place: str, row: Row) -> list[Row]:
         parts = {"prompt_ids": row[TOKENS][:start], "answer_ids": row[TOKENS][start:end]}
         return [{**parts, **({"spans": spans} if spans else {}), **about}]
     records: list[Row] = []
-    messages = conversation(row, place)
     end_of_turn = _end_of_turn(source)
-    for i, (role, text) in enumerate(messages):
+    said = conversation(row, place)
+    messages = tuple((role, _without(text, end_of_turn)) for role, text in said)
+    for i, ((role, text), cut) in enumerate(zip(messages, goes_on(row, place), strict=True)):
         if role == "assistant" and i:
-            answer = source.tokenizer(text + end_of_turn, add_special_tokens=False)["input_ids"]
+            ended = text if cut else text + end_of_turn
+            answer = source.tokenizer(ended, add_special_tokens=False)["input_ids"]
             prompt_ids = tokenized(source, messages[:i], place)
             records = chained(records, {"prompt_ids": prompt_ids, "answer_ids": answer, **about})
     return records
+
+
+def _without(text: str, end: str) -> str:
+    """A text without its end of turn, which some programs leave there."""
+    return text.rstrip().removesuffix(end) if end and text.rstrip().endswith(end) else text
 
 
 def _end_of_turn(source: Source) -> str:

@@ -35,8 +35,12 @@ GIVEN = ("input", "context")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Where a message may hold what came before its content."""
 CALLS = ("tool_calls", "function_call")
+REASONS = ("finish_reason", "stop_reason", "done_reason")
+"""Where a row or a message may hold why its answer ended."""
 
-_READ = frozenset((*CHATS, *PLAIN, *SYSTEM, *GIVEN, *THOUGHTS, *CALLS, "output", "answer"))
+_READ = frozenset(
+    (*CHATS, *PLAIN, *SYSTEM, *GIVEN, *THOUGHTS, *CALLS, *REASONS, "output", "answer")
+)
 _READ |= {"role", "from", "content", "value", "input_ids", "loss_mask", "prompt_ids", "answer_ids"}
 
 _WAY_OUT = "give a text file with one prompt per line, JSON lines, a JSON array, or parquet"
@@ -157,6 +161,25 @@ def conversation(row: Row, place: str) -> Messages:
     told = [text for name in SYSTEM if isinstance(text := row.get(name), str) and text.strip()]
     system = tuple(("system", text) for text in told if "system" not in roles)
     return (*system, *messages[start:]) if "user" in roles else ()
+
+
+def goes_on(row: Row, place: str) -> list[bool]:
+    """For each message of `conversation` whether it says that its end is not the model's, such as
+    one at a limit of tokens. What the row itself says is of its last message.
+    """
+    chats = [name for name in CHATS if isinstance(row.get(name), list)]
+    chat = {
+        name: [{**one, "content": _reason(one)} if isinstance(one, dict) else one for one in said]
+        for name, said in ((name, row[name]) for name in chats)
+    }
+    reasons = [text if chat else "" for _, text in conversation(row | chat, place)]
+    reasons[-1:] = [reasons[-1] or _reason(row)]
+    return [reason not in ("", "stop", "end_turn", "eos", "eos_token") for reason in reasons]
+
+
+def _reason(said: Row) -> str:
+    """Why an answer ended; empty where nothing is said."""
+    return next((text for name in REASONS if isinstance(text := said.get(name), str)), "").lower()
 
 
 def chat_messages(row: Row) -> list[Mapping[str, Any]]:

@@ -20,6 +20,11 @@ TEMPLATE = (
     "<bos> {% for m in messages %}{{ m.role == 'user' and 'w4 ' or 'w5 ' }}{{ m.content }} <eos> w6"
     " {% endfor %}{% if add_generation_prompt %}w5 {% endif %}"
 )
+REASONS_SAID = [
+    ("finish_reason", "stop"), ("stop_reason", None), ("done_reason", "stop"),
+    ("finish_reason", "length"), ("stop_reason", "max_tokens"), ("finish_reason", "content_filter"),
+    ("stop_reason", "###"),
+]  # fmt: skip
 THOUGHTLESS = TEMPLATE.replace("{{ m.content }}", "{{ m.content.replace('w9 ', '') }}")
 
 
@@ -66,6 +71,40 @@ def test_each_answer_of_a_conversation_is_trained_as_it_is(tmp_path: Path) -> No
     prompts = {decoder.tokenizer.decode(list(one.prompt_ids)) for one in heldout}
     assert {text[-11:] for text in prompts} == {"<eos> w6 w5"}
     assert all(len(one.answer_ids) <= 4 for one in heldout), "the target answers these itself"
+
+
+def test_an_answer_ends_where_the_target_ended_it(tmp_path: Path) -> None:
+    """Catches an end of turn that is trained where a limit cut the answer, or twice."""
+    write_chat_target(tmp_path, TEMPLATE)
+    alike = {"instruction": "w10", "output": "w11"}
+    texts = ("w10", "w11", "w12", "w13")
+    of_first = chat(*texts)
+    of_first["conversations"][1]["finish_reason"] = "length"
+    rows = [
+        alike,
+        alike | {"instruction": "w14 w15"},
+        *(
+            alike | {"instruction": f"w{i}", name: said}
+            for i, (name, said) in enumerate(REASONS_SAID)
+        ),
+        chat("w16", "w11 <eos> "),
+        {**chat("w17", *texts[1:]), "finish_reason": "length"},
+        of_first,
+    ]
+    records = answered(tmp_path, rows, seed=1)
+    tokenizer = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None).tokenizer
+    found = {}
+    for record in records:
+        ids = [*record["prompt_ids"], *record["answer_ids"]]
+        spans = [*record.get("spans", ()), [len(record["prompt_ids"]), len(ids)]]
+        found[int(record["source"].rpartition(":")[2])] = [
+            tokenizer.decode(ids[a:b]) for a, b in spans
+        ]
+    ended, cut = ["w11 <eos>"], ["w11"]
+    wanted = [ended, ended, ended, ended, ended, cut, cut, cut, cut, ended]
+    wanted += [["w11 <eos>", "w13"], ["w11", "w13 <eos>"]]
+    assert found == {n: one for n, one in enumerate(wanted, start=1) if n in found}
+    assert len(found) > 9
 
 
 def test_a_turn_that_the_template_says_otherwise_has_a_record_of_its_own(tmp_path: Path) -> None:
