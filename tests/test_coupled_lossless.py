@@ -13,6 +13,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish
 from tests.helpers.oracle import OracleDrafter, disturbed_logits
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import paged_verifier, plain_model
@@ -80,8 +81,7 @@ class Case:
             )
             for seed, prompt in enumerate(self.prompts)
         ]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         return requests
 
 

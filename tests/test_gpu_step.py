@@ -22,6 +22,7 @@ from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 pytestmark = [
@@ -99,8 +100,7 @@ def test_captured_steps_equal_eager_ones_and_nothing_waits(
             engine.add_request(prompt, SAMPLINGS[i % 4])
             for i, prompt in enumerate(random_prompts(8))
         ]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         assert bool(engine.runner.graphs and engine.runner.graphs.graphs) == graphs
         outputs.append([request.output_token_ids for request in requests])
     assert outputs[0] == outputs[1]
@@ -127,8 +127,7 @@ def test_captured_compositions_equal_eager_ones() -> None:
             engine.add_request(prompt, SamplingParams(max_tokens=24 + 5 * i))
             for i, prompt in enumerate(prompts)
         ]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         assert bool(engine.runner.graphs and engine.runner.graphs.graphs) == graphs
         outputs.append([request.output_token_ids for request in requests])
     assert outputs[0] == outputs[1] == outputs[2]

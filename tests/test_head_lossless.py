@@ -19,6 +19,7 @@ from specdec.engine.requests.request import Request
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish
 from tests.helpers.guards import guard_steps
 from tests.helpers.oracle import OracleDrafter, disturbed_logits
 from tests.helpers.tiny_configs import VOCAB
@@ -97,8 +98,7 @@ class Case:
             )
             for seed, prompt in enumerate(self.prompts)
         ]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         return requests
 
 

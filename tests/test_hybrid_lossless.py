@@ -17,6 +17,7 @@ from specdec.layers.recurrence.recurrence import RecurrentRows
 from specdec.model.batch import ForwardInput
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
 
@@ -72,8 +73,7 @@ def run(
 ) -> list[list[int]]:
     params = SamplingParams(max_tokens=max_tokens)
     requests = [engine.add_request(prompt, params) for prompt in prompts]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert engine.pool.num_used == 0
     return [request.output_token_ids for request in requests]
 

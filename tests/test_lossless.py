@@ -17,6 +17,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
+from tests.helpers.engines import finish
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_configs import CONFIGS
 from tests.helpers.tiny_models import (
@@ -43,8 +44,7 @@ def run(
     engine = SpecEngine(verifier, drafter, config)
     params = SamplingParams(**{"max_tokens": MAX_TOKENS, **sampling})
     requests = [engine.add_request(prompt, params) for prompt in prompts]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert engine.pool.num_used == 0
     return [request.output_token_ids for request in requests]
 

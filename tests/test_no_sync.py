@@ -16,6 +16,7 @@ from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
+from tests.helpers.engines import finish
 from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.helpers.scripted import BoundScript, ScriptedDrafter
 from tests.helpers.tiny_configs import VOCAB
@@ -94,8 +95,7 @@ def guarded_run(
 
     engine.runner.step = guarded  # type: ignore[method-assign]
     requests = [engine.add_request(prompt, sampling) for prompt in prompts]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert launches
     return [request.output_token_ids for request in requests]
 

@@ -27,9 +27,7 @@ from triton.runtime.jit import JITFunction
 from drafters.draft_model.drafter import DraftModel
 from specdec.attention.triton import fa as triton_fa
 from specdec.attention.triton.fa import TritonFaBackend
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture.graphs import StepGraphs
-from specdec.engine.engine import SpecEngine
 from specdec.kernels import triton_argmax
 from specdec.layers import decoder, linear_choice, triton_linear
 from specdec.layers.ops import fused
@@ -37,6 +35,7 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling import argmax, sampler, scores, triton_sampler
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.trees import candidates, triton_candidates
+from tests.helpers.engines import tiny_engine
 from tests.helpers.tiny_configs import CONFIGS
 from tests.helpers.tiny_models import random_dflash
 from verifiers.config.shape import attention_spec
@@ -210,9 +209,7 @@ def check_operations(
     **config: Any,
 ) -> None:
     """Captures a step of one request, which has at most so many operations."""
-    engine = SpecEngine(
-        verifier, drafter, EngineConfig(cache=CacheConfig(memory_bytes=2**22), **config)
-    )
+    engine = tiny_engine(verifier, drafter, **config)
     engine.runner.graphs = StepGraphs(counter, engine.slots, engine.runner.step_table)
     engine.add_request([3, 4, 5], SamplingParams(max_tokens=100, ignore_eos=True, **params))
     while engine.has_work and not counter.counts:

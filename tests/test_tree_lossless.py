@@ -16,6 +16,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch, ForwardInput
 from specdec.model.cache_rows import CacheRows
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish
 from tests.helpers.scripted_trees import FIRST, ScriptedTrees
 from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS, Make
 from tests.helpers.trees import random_trees
@@ -82,8 +83,7 @@ def test_every_draft_is_the_last_of_a_path() -> None:
             engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS))
             for prompt in prompts
         ]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         for index, request in enumerate(requests):
             rows = [
                 drafter.ends[(FIRST * index + step) % (drafts + 1)]
@@ -198,13 +198,13 @@ def test_chains_and_trees_in_any_order(depth: int) -> None:
     assert engine.planner.choice is not None
     engine.planner.choice.choose = lambda num_reqs, **_: next(turns)  # type: ignore[method-assign]
     for _ in range(3):
-        requests = [
-            engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS))
-            for prompt in outputs
-        ]
-        while engine.has_work:
-            engine.step()
-        assert [request.output_token_ids for request in requests] == list(outputs.values())
+        assert finish(
+            engine,
+            *(
+                engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS))
+                for prompt in outputs
+            ),
+        ) == list(outputs.values())
     assert {shape for shape in engine.planner.shapes if shape.is_tree} < set(
         engine.timer.steps_by_shape
     )

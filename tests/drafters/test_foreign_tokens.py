@@ -19,6 +19,7 @@ from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
+from tests.helpers.engines import finish
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 
 K = 5
@@ -64,8 +65,7 @@ def test_rows_without_a_draft_hold_no_foreign_token(
     )
     for _ in range(2):
         engine.add_request([*THEIRS] * 2, SamplingParams(max_tokens=9, ignore_eos=True))
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     draft, spare = engine.runner.draft, 0
     found: list[int] = []
 
@@ -84,8 +84,7 @@ def test_rows_without_a_draft_hold_no_foreign_token(
         engine.add_request(prompt, SamplingParams(max_tokens=12, logit_bias=bias))
         for prompt in ([5, 6, 7], [8], [9, 10])
     ]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert not found
     assert not {token for request in requests for token in request.output_token_ids} & set(THEIRS)
     assert spare or name in ("dflash", "eagle3", "draft_model"), (

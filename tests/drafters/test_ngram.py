@@ -11,13 +11,12 @@ from drafters.ngram import NGramDrafter, load_ngram
 from drafters.suffix.choice import BY_AGE, BY_LENGTH
 from drafters.suffix.drafter import TREE_OCCURRENCES
 from specdec.base.blocks import BlockShape
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
-from specdec.engine.engine import SpecEngine
 from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.trees.trees import walk
 from tests.drafters.tiny import BLOCK, FakeVerifier, Rig, tiny_target
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier, plain_greedy
 
@@ -240,13 +239,9 @@ def test_in_the_engine(shape: dict[str, Any]) -> None:
     params = [SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=0.8, seed=3)]
 
     def outputs(drafter: NGramDrafter | None, **options: Any) -> tuple[list[list[int]], int]:
-        config = EngineConfig(
-            max_num_seqs=2, max_model_len=128, cache=CacheConfig(memory_bytes=2**22), **options
-        )
-        engine = SpecEngine(verifier, drafter, config)
+        engine = tiny_engine(verifier, drafter, max_num_seqs=2, max_model_len=128, **options)
         requests = [engine.add_request(prompt, one) for one in params for prompt in prompts]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         for request in requests:
             assert all(
                 a <= n <= 8 for a, n in zip(request.num_accepted, request.num_drafted, strict=True)

@@ -19,12 +19,12 @@ from drafters.lilicorr.lattice import LatticeConfig
 from drafters.sequential.drafts import TokenByToken
 from drafters.suffix.drafter import SuffixDrafter
 from drafters.xpress.refiner import XPressConfig
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 
@@ -78,12 +78,10 @@ def target() -> Verifier:
 
 
 def written(drafter: Drafter | None, **options: Any) -> tuple[SpecEngine, list[list[int]]]:
-    config = EngineConfig(max_num_seqs=3, cache=CacheConfig(memory_bytes=2**22), **options)
-    engine = SpecEngine(target(), drafter, config)
-    requests = [engine.add_request(prompt, way) for way in WAYS for prompt in PROMPTS]
-    while engine.has_work:
-        engine.step()
-    return engine, [request.output_token_ids for request in requests]
+    engine = tiny_engine(target(), drafter, max_num_seqs=3, **options)
+    return engine, finish(
+        engine, *(engine.add_request(prompt, way) for way in WAYS for prompt in PROMPTS)
+    )
 
 
 @cache

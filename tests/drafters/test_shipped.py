@@ -30,6 +30,7 @@ from specdec.engine.requests.request import Request
 from specdec.session.drafter_choice import find_drafter
 from tests.drafters.tiny import FakeVerifier
 from tests.evals.tiny import PROMPTS, save_tiny, tiny_decoder
+from tests.helpers.engines import finish
 
 Capture = pytest.CaptureFixture[str]
 
@@ -229,8 +230,7 @@ def test_its_trees_accept_more(chains: SpecDecoder) -> None:
         requests = [
             decoder.engine.add_request(prompt, each) for prompt in prompts for each in params
         ]
-        while decoder.engine.has_work:
-            decoder.engine.step()
+        finish(decoder.engine)
         return requests
 
     in_chains, in_trees = run(chains), run(trees)

@@ -6,7 +6,7 @@ from drafters.dflash.drafter import DFlashDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter, Verifier
-from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import run_all
 from tests.helpers.guards import guard_steps
 from tests.helpers.tiny_models import random_dflash, random_prompts
 
@@ -35,9 +35,4 @@ def generate(
     )
     if guard:
         guard_steps(engine)
-    requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=8)) for prompt in random_prompts(4)
-    ]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
+    return run_all(engine, random_prompts(4), max_tokens=8)

@@ -9,6 +9,7 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts, tiny_tokenizer
 
 MAX_TOKENS = 40
@@ -88,8 +89,7 @@ class GuidedCase:
 
     def run(self, engine: SpecEngine, **sampling: Any) -> list[Request]:
         requests = self.add(engine, **sampling)
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         assert engine.pool.num_used == 0
         return requests
 

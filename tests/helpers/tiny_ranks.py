@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from drafters.dflash.drafter import DFlashDrafter
-from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.parallel.group import Group
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.tiny_models import random_dflash, random_prompts
 from tests.verifiers.test_hf import BLOCK, PackedRun
 from verifiers.decoder import DecoderVerifier
@@ -77,13 +76,13 @@ def decode(
     """Tokens, drafts and accepted drafts of two prompts, with a random drafter that every rank has
     whole.
     """
-    config = EngineConfig(
+    engine: Any = tiny_engine(
+        verifier,
+        random_dflash(verifier, block_size=8),
         max_num_seqs=2,
         max_prefill_tokens=13,
-        cache=CacheConfig(memory_bytes=2**22),
         num_draft_tokens=way.k,
     )
-    engine: Any = SpecEngine(verifier, random_dflash(verifier, block_size=8), config)
     requests = [
         engine.add_request(
             prompt,
@@ -91,8 +90,7 @@ def decode(
         )
         for number, prompt in enumerate(random_prompts(2, seed=6, longest=16))
     ]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     names = ("output_token_ids", "num_drafted", "num_accepted")
     tokens, drafted, accepted = (
         [list(getattr(request, name)) for request in requests] for name in names

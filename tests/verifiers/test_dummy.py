@@ -12,6 +12,7 @@ from specdec.base.errors import CheckpointError, InvalidInputError, UnsupportedM
 from specdec.engine.engine import SpecEngine
 from specdec.layers.packed.weight import PackedWeight
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish
 from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
 from tests.helpers.tiny_models import random_prompts
 from verifiers.config.shape import expert_counts
@@ -39,8 +40,7 @@ def decode(verifier: Any, prompts: list[list[int]], count: int = 3) -> list[list
         engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
         for prompt in prompts
     ]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert all(request.error is None for request in requests)  # NaN in the logits would be one
     return [request.output_token_ids for request in requests]
 

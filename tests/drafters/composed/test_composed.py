@@ -23,6 +23,7 @@ from specdec.session.drafter_choice import find_drafter
 from tests.drafters.composed.rig import Fixed, rig_of
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.tiny import FakeVerifier, Rig
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import (
@@ -128,8 +129,7 @@ def decoded(
         engine.add_request(prompt, SamplingParams(max_tokens=30, seed=seed, **sampling))
         for seed, prompt in enumerate(prompts)
     ]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     return requests, engine
 
 
@@ -198,17 +198,18 @@ def test_a_reset_forgets_past_outputs(
     passes of a benchmark are alike.
     """
     verifier, prompts = case[0], [list(prompt) for prompt in case[1]]
-    config = EngineConfig(max_num_seqs=1, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
-    engine = SpecEngine(
-        verifier, ComposedDrafter([SuffixDrafter(), ScriptedDrafter(case[1], 4, [{0}])]), config
+    engine = tiny_engine(
+        verifier,
+        ComposedDrafter([SuffixDrafter(), ScriptedDrafter(case[1], 4, [{0}])]),
+        max_num_seqs=1,
+        num_draft_tokens=4,
     )
     steps = []
     for turn in range(3):
         if turn == 2:
             engine.reset()
         request = engine.add_request(prompts[0], SamplingParams(max_tokens=30))
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         steps.append(len(request.num_emitted))
     assert steps[1] < steps[0] == steps[2]
 

@@ -16,6 +16,7 @@ from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import toy_drafter
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 KIND = (1, 8, False)
@@ -106,10 +107,8 @@ def run(
     requests = [
         engine.add_request([*prompt, *prompt], sampling) for prompt in random_prompts(3, longest=20)
     ]
-    while engine.has_work:
-        engine.step()
     return (
-        [request.output_token_ids for request in requests],
+        finish(engine, *requests),
         drafted,
         {part for one in requests for part in one.parts},
     )
@@ -145,27 +144,19 @@ def test_who_is_never_left_out(verifier: Verifier) -> None:
 
     run(verifier, refuse, SamplingParams(max_tokens=8), make=toy_drafter)
     drafter = ComposedDrafter([SuffixDrafter(max_draft_tokens=4), random_dflash(verifier)])
-    engine = SpecEngine(
-        verifier,
-        drafter,
-        EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)),
-    )
+    engine = tiny_engine(verifier, drafter, num_draft_tokens=None)
     bound: Any = engine.runner.drafter
     assert engine.runner.host_may_look
     engine.runner.host_may_look, bound.gate.pays = False, refuse
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=8))
-    while engine.has_work:
-        engine.step()
+    finish(engine)
 
 
 def test_it_learns_while_decoding(verifier: Verifier) -> None:
     """Of a random model few steps remain; the target's tokens are copies."""
     asked: list[int] = []
     drafter = ComposedDrafter([SuffixDrafter(max_draft_tokens=4), random_dflash(verifier)])
-    config = EngineConfig(
-        num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22)
-    )
-    engine = SpecEngine(verifier, drafter, config)
+    engine = tiny_engine(verifier, drafter, num_draft_tokens=None, max_num_seqs=1)
     bound: Any = engine.runner.drafter
     observe = bound.gate.observe
 
@@ -181,7 +172,6 @@ def test_it_learns_while_decoding(verifier: Verifier) -> None:
     request = engine.add_request(
         [*range(20, 30)] * 3, SamplingParams(max_tokens=150, ignore_eos=True)
     )
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     steps = len(request.num_emitted)
     assert steps > 60 and len(asked) < steps / 2

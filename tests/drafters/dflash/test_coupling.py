@@ -9,8 +9,6 @@ import torch
 from drafters.dflash.coupling import Coupling, CouplingTable
 from drafters.dflash.drafter import BoundDFlash, DFlashDrafter
 from specdec.base.blocks import BlockShape
-from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
@@ -26,6 +24,7 @@ from tests.drafters.tiny import (
     tiny_model,
     tiny_target,
 )
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier
 
@@ -125,13 +124,7 @@ def test_output_is_plain_decodings(shape: dict[str, Any]) -> None:
     ]
 
     def outputs(drafter: Any, **options: Any) -> list[list[int]]:
-        config = EngineConfig(
-            max_num_seqs=3, max_model_len=64, cache=CacheConfig(memory_bytes=2**22), **options
-        )
-        engine = SpecEngine(verifier, drafter, config)
-        requests = [engine.add_request([3, 1, 4, 1, 5], one) for one in params]
-        while engine.has_work:
-            engine.step()
-        return [request.output_token_ids for request in requests]
+        engine = tiny_engine(verifier, drafter, max_num_seqs=3, max_model_len=64, **options)
+        return finish(engine, *(engine.add_request([3, 1, 4, 1, 5], one) for one in params))
 
     assert outputs(drafter, **shape) == outputs(None)

@@ -15,6 +15,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import run_all, tiny_engine
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 LONG = MAX_DEFERRED + 5
@@ -63,13 +64,7 @@ def run(
 
     engine.runner.drafter.propose = noted_propose  # type: ignore[method-assign]
     engine.runner.step = noted_step  # type: ignore[method-assign]
-    requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=70, ignore_eos=True))
-        for prompt in random_prompts(3)
-    ]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests], drafts, contexts
+    return run_all(engine, random_prompts(3), max_tokens=70, ignore_eos=True), drafts, contexts
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -111,10 +106,7 @@ def test_a_slot_begins_without_what_its_last_owner_put_off(monkeypatch: pytest.M
     """Catches a count that a new request inherits, with features of another."""
     verifier = paged_verifier(plain_model("llama"))
     drafter = random_dflash(verifier, block_size=4)
-    config = EngineConfig(
-        max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22), num_draft_tokens="auto"
-    )
-    engine = SpecEngine(verifier, drafter, config)
+    engine = tiny_engine(verifier, drafter, max_num_seqs=1, num_draft_tokens="auto")
     assert engine.planner.choice is not None and isinstance(engine.runner.drafter, BoundDFlash)
     monkeypatch.setattr(engine.planner.choice, "choose", lambda *args, **kinds: BlockShape(0))
     for first in random_prompts(2):

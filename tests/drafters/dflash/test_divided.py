@@ -19,10 +19,8 @@ from drafters.dflash.dummy import dummy_config
 from drafters.dflash.model import DFlashModel
 from drafters.dspark.markov import MarkovConfig
 from evals.bench.shapes import config_file
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.device.meta import shapes_alone
-from specdec.engine.engine import SpecEngine
 from specdec.layers.ops import exchange
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput
@@ -31,6 +29,7 @@ from specdec.parallel.group import Group
 from specdec.sampling.params import SamplingParams
 from tests.drafters.dflash.test_latent import latent_verifier
 from tests.drafters.tiny import HIDDEN, TINY, FakeVerifier, Rig, tiny_model
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_models import plain_model, random_dflash, random_prompts, tiny_tokenizer
 from verifiers.dummy import read_config
@@ -163,14 +162,14 @@ def write(group: Group | None, folder: Path, divides: bool) -> dict[str, Written
 def _written(verifier: Any, way: Way, divides: bool) -> Written:
     drafter = random_dflash(verifier, block_size=8, divides=divides)
     assert (drafter.group is None) == (verifier.group is None or not divides)
-    config = EngineConfig(
+    engine: Any = tiny_engine(
+        verifier,
+        drafter,
         max_num_seqs=2,
         max_prefill_tokens=13,
-        cache=CacheConfig(memory_bytes=2**22),
         num_draft_tokens="auto" if way.k is None else way.k,
         tree_nodes=way.tree,
     )
-    engine: Any = SpecEngine(verifier, drafter, config)
     drafts, propose = list[Tensor](), engine.runner.drafter.propose
 
     def noted(batch: DecodeBatch) -> DraftOutput:
@@ -185,8 +184,7 @@ def _written(verifier: Any, way: Way, divides: bool) -> Written:
         )
         for number, prompt in enumerate(random_prompts(3, seed=6, longest=16))
     ]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     tokens = [list(request.output_token_ids) for request in requests]
     return Written(tokens, [list(request.num_accepted) for request in requests], drafts)
 

@@ -18,10 +18,10 @@ from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import BackendError, CheckpointError
 from specdec.engine.engine import SpecEngine
-from specdec.sampling.params import SamplingParams
 from tests.drafters.tiny import BLOCK as CACHE_BLOCK
 from tests.drafters.tiny import HIDDEN, TARGET_LAYERS, VOCAB, FakeVerifier, Rig
 from tests.helpers.bounds import Float64, assert_as_exact
+from tests.helpers.engines import run_all
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model
 
 BLOCK, LAYERS, HEADS, INNER, TAPS, MASK = 7, 2, 4, 48, (0, 2, 4), VOCAB - 1
@@ -285,9 +285,6 @@ def test_lossless(tmp_path: Path) -> None:
             **options,  # type: ignore[arg-type]
         )
         engine = SpecEngine(verifier, load_drafter(path, verifier=verifier), config)
-        requests = [engine.add_request(prompt, SamplingParams(max_tokens=10)) for prompt in prompts]
-        while engine.has_work:
-            engine.step()
-        assert [request.output_token_ids for request in requests] == [
+        assert run_all(engine, prompts, max_tokens=10) == [
             plain_greedy(model, prompt, 10) for prompt in prompts
         ]

@@ -31,6 +31,7 @@ from tests.drafters.tiny import (
     write_tiny_dflash,
 )
 from tests.helpers.bounds import Float64, assert_as_exact
+from tests.helpers.engines import finish
 from tests.helpers.tiny_models import paged_verifier, plain_greedy
 
 reference: Any = pytest.importorskip("dflash.model")
@@ -168,8 +169,7 @@ def generate(trained: Path, k: int) -> list[Request]:
     requests = [
         engine.add_request(prompt, SamplingParams(max_tokens=NEW_TOKENS)) for prompt in PROMPTS
     ]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     return requests
 
 

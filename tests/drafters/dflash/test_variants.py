@@ -29,7 +29,6 @@ from drafters.training.shape import make_drafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.engine.engine import SpecEngine
-from specdec.sampling.params import SamplingParams
 from tests.drafters.tiny import (
     HIDDEN,
     TARGET_LAYERS,
@@ -42,6 +41,7 @@ from tests.drafters.tiny import (
     write_tiny_dflash,
 )
 from tests.helpers.bounds import Float64, assert_as_exact
+from tests.helpers.engines import run_all
 from tests.helpers.tiny_models import paged_verifier, plain_greedy
 
 BLOCK, HEADS, KV_HEADS, WIDTH, INNER, LAYERS, TAPS, WINDOW = 8, 4, 2, 16, 48, 2, (1, 2, 4), 6
@@ -466,10 +466,7 @@ def test_lossless(kind: str, tmp_path: Path) -> None:
             **changes,  # type: ignore[arg-type]
         )
         engine = SpecEngine(verifier, load_drafter(path, verifier=verifier), config)
-        requests = [engine.add_request(prompt, SamplingParams(max_tokens=12)) for prompt in prompts]
-        while engine.has_work:
-            engine.step()
-        assert [request.output_token_ids for request in requests] == [
+        assert run_all(engine, prompts, max_tokens=12) == [
             plain_greedy(target, prompt, 12) for prompt in prompts
         ]
 

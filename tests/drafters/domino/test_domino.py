@@ -18,9 +18,7 @@ from drafters.dflash.model import DFlashModel
 from drafters.domino.gru import DominoConfig
 from drafters.head import Lattice, left_sides
 from drafters.load import load_drafter
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError
-from specdec.engine.engine import SpecEngine
 from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
 from tests.drafters.dflash.test_drafter import dense_hidden
@@ -35,6 +33,7 @@ from tests.drafters.tiny import (
     write_tiny_dflash,
 )
 from tests.helpers.bounds import assert_as_exact
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.tiny_models import paged_verifier, plain_greedy
 from tests.test_no_sync import guarded_run
 
@@ -228,15 +227,16 @@ def test_lossless(way: str, tmp_path: Path) -> None:
     for drafts in (True, False):
         verifier = paged_verifier(target, block_size=4)
         options = changes if drafts else {}
-        config = EngineConfig(
-            max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**20), **options
-        )
-        engine = SpecEngine(
-            verifier, load_drafter(path, verifier=verifier) if drafts else None, config
+        engine = tiny_engine(
+            verifier,
+            load_drafter(path, verifier=verifier) if drafts else None,
+            max_num_seqs=2,
+            max_model_len=64,
+            cache_bytes=2**20,
+            **options,
         )
         requests = [engine.add_request(prompt, sampling) for prompt in prompts]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         outputs.append([request.output_token_ids for request in requests])
     assert outputs[0] == outputs[1]
     if sampling.temperature == 0:

@@ -20,6 +20,7 @@ from specdec.session.decoder import SpecDecoder
 from specdec.session.drafter_choice import find_drafter
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.sequential.toy import Noted, check_drafts, noted_run
+from tests.helpers.engines import finish
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import (
     paged_verifier,
@@ -81,8 +82,7 @@ def run(
         engine.add_request(prompt, SamplingParams(seed=i, **params))
         for i, prompt in enumerate(prompts)
     ]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     return requests
 
 

@@ -23,6 +23,7 @@ from specdec.model.core import DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from tests.drafters.draft_model.test_drafter import K, draft_model
 from tests.drafters.sequential.toy import check_drafts, noted_run
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 
@@ -96,8 +97,7 @@ def run(model: str | None, num_reqs: int, *, late: bool = True, depth: int = 1) 
         sampling = SamplingParams(max_tokens=60, ignore_eos=True)
         prompts = random_prompts(num_reqs, seed=wave)
         requests = [engine.add_request(prompt, sampling) for prompt in prompts]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         texts += [request.token_ids for request in requests]
     return Run(texts, rows, contexts, engine.timer.steps_by_shape)
 
@@ -223,8 +223,7 @@ class Served:
         self.written.clear()
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         requests = [self.engine.add_request(prompt, sampling) for prompt in prompts]
-        while self.engine.has_work:
-            self.engine.step()
+        finish(self.engine)
         return [request.token_ids for request in requests]
 
 
@@ -336,9 +335,8 @@ def test_a_trial_reads_a_few_and_learns_of_them_alone(target: Verifier, temperat
     kept = [one for one in noted if (one.request, one.length) in right]
     assert set(told) == {FEW} and len(kept) == len(noted) / 2
     check_drafts(model, drafter.network, kept, least=2 * FEW)
-    plain = SpecEngine(target, None, EngineConfig(cache=CacheConfig(memory_bytes=2**22)))
+    plain = tiny_engine(target)
     for request, prompt in zip(requests, prompts, strict=True):
         alone = plain.add_request(prompt, sampling)
-        while plain.has_work:
-            plain.step()
+        finish(plain)
         assert request.output_token_ids == alone.output_token_ids

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from drafters.load import load_drafter
 from drafters.mtp.assistant import AssistantDrafter, BoundAssistant
-from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig
 from specdec.base.errors import CheckpointError
-from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import Noted, noted_run
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.tiny_assistants import assistant_logits, gemma4_target, write_assistant
 from tests.helpers.tiny_configs import CONFIGS, WINDOW
 from tests.helpers.tiny_models import random_prompts
@@ -132,12 +132,9 @@ def test_nothing_is_cached_twice(tmp_path: Path) -> None:
     theirs = [cache.key.data_ptr() for cache in engine.kv_cache.layers[: len(verifier.kv_specs)]]
     assert [cache.key.data_ptr() for cache in caches.caches] == [theirs[2], theirs[2], theirs[3]]
     assert engine.scheduler.num_preemptions > 0
-    plain = SpecEngine(
-        verifier, None, EngineConfig(num_draft_tokens=0, cache=CacheConfig(memory_bytes=2**22))
-    )
+    plain = tiny_engine(verifier, num_draft_tokens=0)
     alone = [plain.add_request(one.prompt_token_ids, one.sampling) for one in requests]
-    while plain.has_work:
-        plain.step()
+    finish(plain)
     assert [one.token_ids for one in requests] == [one.token_ids for one in alone]
 
 

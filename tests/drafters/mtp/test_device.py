@@ -8,10 +8,9 @@ import torch
 
 from drafters.load import load_drafter
 from drafters.mtp.load import load_mtp
-from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import tiny_engine
 from tests.helpers.tiny_assistants import gemma4_target, write_assistant
 from tests.helpers.tiny_models import random_prompts
 from tests.helpers.tiny_predictions import CASES, reference, write_target
@@ -61,11 +60,7 @@ def test_the_host_never_waits(make: Make, draft_sampling: str) -> None:
 def test_a_step_stays_on_its_device(make: Make) -> None:
     """With filters and without, on a device that is not the host."""
     verifier, drafter = make(META)
-    engine = SpecEngine(
-        verifier,
-        drafter,
-        EngineConfig(num_draft_tokens=3, max_num_seqs=4, cache=CacheConfig(memory_bytes=2**20)),
-    )
+    engine = tiny_engine(verifier, drafter, num_draft_tokens=3, max_num_seqs=4, cache_bytes=2**20)
     slots = torch.empty(3, dtype=torch.int64, device=META)
     for plan in (PLANS["greedy"], PLANS["filtered"]):
         with torch.inference_mode(), OneDevice():

@@ -27,6 +27,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.session.outputs import GenerationResult
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.tiny import FakeVerifier, Rig
+from tests.helpers.engines import finish
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
@@ -223,8 +224,7 @@ def decoded(
         )
         for prompt, text in zip(random_prompts(len(predictions)), predictions, strict=True)
     ]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     return requests, engine
 
 

@@ -17,6 +17,7 @@ from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.sequential.toy import ToyNetwork, noted_run, toy_drafter
+from tests.helpers.engines import finish
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 
 K = 4
@@ -107,13 +108,13 @@ def test_point_masses_leave_the_text_of_a_seed(kind: dict[str, Any], draft_sampl
     ]
 
     def texts(engine: SpecEngine) -> list[list[int]]:
-        requests = [
-            engine.add_request(prompt, one)
-            for prompt, one in zip(random_prompts(6), params, strict=True)
-        ]
-        while engine.has_work:
-            engine.step()
-        return [request.output_token_ids for request in requests]
+        return finish(
+            engine,
+            *(
+                engine.add_request(prompt, one)
+                for prompt, one in zip(random_prompts(6), params, strict=True)
+            ),
+        )
 
     plain = texts(SpecEngine(verifier))
     options = (

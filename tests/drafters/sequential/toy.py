@@ -29,6 +29,7 @@ from specdec.layers.rotary.rotary import Angles, Rope, rotate
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish
 from tests.helpers.tiny_models import paged_verifier, plain_model
 
 HIDDEN, HEADS, KV_HEADS, DIM, TAPS = 32, 4, 2, 16, (0, 2)
@@ -253,8 +254,7 @@ def noted_run(
             prepare(engine)
         sampling = sampling or SamplingParams(max_tokens=24, ignore_eos=True)
         requests = [engine.add_request(prompt, sampling) for prompt in prompts]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
     return engine, requests, noted
 
 

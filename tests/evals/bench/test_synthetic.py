@@ -25,6 +25,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.parallel.group import Group
 from tests.evals.bench.fake_vllm import FakeVllm
 from tests.evals.bench.test_dummy import prompts_of, tiny_target
+from tests.helpers.engines import finish
 from tests.helpers.ranks import run_command
 from tests.helpers.tiny_configs import CONFIGS
 from tests.helpers.tiny_models import paged_verifier, plain_model
@@ -133,8 +134,7 @@ def test_requests_differ_within_the_spread(shape: BlockShape | None) -> None:
     room, rows = Room.of(verifier, 4, 12, 6, 4), survival_of([2.5], 1.5, 7, 2)
     own = OwnSteps(verifier, room, shape=shape, drafter=drafter, survival=rows)
     requests = own._submit(prompts_of(4), 40)
-    while own.engine.has_work:
-        own.engine.step()
+    finish(own.engine)
     if shape is not None and not shape.is_tree:
         means = [sum(one.num_emitted) / len(one.num_emitted) for one in requests]
         assert all(1 <= mean <= 2 for mean in means[::2])

@@ -16,6 +16,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.sampling.params import SamplingParams
 from specdec.session.outputs import GenerationResult
 from tests.evals.tiny import PROMPTS, tiny_decoder, tiny_report
+from tests.helpers.engines import finish
 from tests.helpers.scripted_trees import ScriptedTrees
 
 PARENTS = [0, 0, 1, 2, 2, 5]
@@ -131,8 +132,7 @@ def test_shapes_and_ranks_reach_the_statistics_of_a_request() -> None:
     drafter = ScriptedTrees({tuple(prompt): plain.token_ids}, [PARENTS], ends=[6, 1])
     engine = SpecEngine(decoder.verifier, drafter, replace(decoder.engine.config, tree_nodes=6))
     request = engine.add_request(prompt, SamplingParams(max_tokens=14, ignore_eos=True))
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     stats = GenerationResult.of(request, "").stats
     # 13 tokens behind the first: rows 2, 5, 6 and one more, row 1 and one more, and so on; the last
     # step has one token to give.

@@ -19,6 +19,7 @@ from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
 from specdec.model.core import ContextLimits
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import run_all
 from tests.helpers.recorder import Recorder
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_configs import VOCAB
@@ -60,13 +61,7 @@ def target(name: str, rope: dict[str, Any], positions: int = STATED, **changes: 
 
 
 def decoded(engine: SpecEngine, prompts: list[list[int]]) -> list[list[int]]:
-    requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=MORE, ignore_eos=True))
-        for prompt in prompts
-    ]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
+    return run_all(engine, prompts, max_tokens=MORE, ignore_eos=True)
 
 
 def check_as_generate(

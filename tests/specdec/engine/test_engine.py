@@ -15,6 +15,7 @@ from specdec.engine.requests.request import Request
 from specdec.model.batch import DecodeBatch, ForwardInput
 from specdec.model.core import DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
 
@@ -40,12 +41,6 @@ def config(**changes: Any) -> EngineConfig:
         cache=CacheConfig(memory_bytes=2**22),
         **{"num_draft_tokens": None, **changes},
     )
-
-
-def finish(engine: SpecEngine, *requests: Request) -> list[list[int]]:
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -282,14 +277,8 @@ def test_cancelled_request_leaves_its_neighbors_alone(case: Case) -> None:
 def test_the_size_of_a_prefill_chunk(case: Case) -> None:
     """Unless it is given, it is that of the device."""
     for given, taken in ((None, 512), (7, 7)):
-        engine = SpecEngine(
-            case[0],
-            None,
-            EngineConfig(
-                num_draft_tokens=None,
-                max_prefill_tokens=given,
-                cache=CacheConfig(memory_bytes=2**20),
-            ),
+        engine = tiny_engine(
+            case[0], num_draft_tokens=None, max_prefill_tokens=given, cache_bytes=2**20
         )
         assert engine.scheduler.max_prefill_tokens == taken
 
@@ -318,9 +307,7 @@ def test_cache_budget_too_small_says_how_much_is_needed(case: Case) -> None:
         CapacityError,
         match=r"budget of 100 bytes pays for 0 blocks of 4,096 bytes; give it at least 8,192 bytes",
     ):
-        SpecEngine(
-            case[0], None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=100))
-        )
+        tiny_engine(case[0], num_draft_tokens=None, cache_bytes=100)
 
 
 def test_drafts_that_do_not_count_are_not_accepted(case: Case) -> None:

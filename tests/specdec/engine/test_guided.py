@@ -24,6 +24,7 @@ from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
+from tests.helpers.engines import finish
 from tests.helpers.guided import GRAMMARS, MAX_TOKENS, SAMPLINGS, GuidedCase, tokens
 from tests.helpers.recorder import Recorder
 from tests.helpers.scripted import ScriptedDrafter
@@ -112,8 +113,7 @@ def test_greedy_equals_a_loop_over_transformers(case: GuidedCase) -> None:
             expected.append(max(allowed, key=lambda token: float(logits[token])))
         engine = case.engine(random_dflash(case.verifier, block_size=K + 1))
         request = engine.add_request(prompt, SamplingParams(grammar=grammar))
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         assert request.output_token_ids == expected
 
 
@@ -202,8 +202,7 @@ def test_probabilistic_drafts(case: GuidedCase) -> None:
             for seed in range(4)
         ]
         requests = [engine.add_request(case.prompts[0], one) for one in params]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         for request in requests:
             pattern = "(ab|ba)+d" if grammar.kind == "regex" else "yes|no"
             assert request.finish_reason == "length" or re.fullmatch(pattern, case.text(request))
@@ -250,8 +249,7 @@ def test_a_dead_end_is_an_error(case: GuidedCase) -> None:
         engine = case.engine(random_dflash(case.verifier, block_size=K + 1))
         others = case.add(engine)
         request = engine.add_request(case.prompts[0], SamplingParams(grammar=Grammar.ebnf(rules)))
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         assert request.finish_reason == "error" and "grammar allows no token" in (
             request.error or ""
         )
@@ -290,8 +288,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
         monkeypatch.setattr("specdec.grammar.compiler.rules_of", fail)
     others = case.add(engine)
     request = engine.add_request(case.prompts[0], SamplingParams(grammar=bad))
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     error = request.error or ""
     assert (
         request.finish_reason == "error"
@@ -338,8 +335,7 @@ def test_a_request_waits_outside_the_batch(
     engine.abort(guided[0])
     assert guided[0].grammar is None
     go_on.set()
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert guided[1].output_token_ids == case.plain["greedy"][3].output_token_ids
 
 

@@ -15,6 +15,7 @@ from specdec.engine.requests.request import Request
 from specdec.grammar.grammar import Grammar
 from specdec.sampling.params import SamplingParams
 from specdec.session.session import Session
+from tests.helpers.engines import finish
 from tests.helpers.guided import SAMPLINGS, GuidedCase, tokens
 from tests.specdec.engine.test_guided import captured, drafter
 
@@ -113,8 +114,7 @@ def test_requests_fail_alone(case: GuidedCase, sampling: str, name: str) -> None
             )
             inject(engine, request, error)
     others += case.add(engine, **SAMPLINGS[sampling])
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     for (place, error), request in bad.items():
         said = (
             "it was asked wrongly"

@@ -15,6 +15,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
@@ -58,8 +59,7 @@ def run(drafter: Drafter | None, max_num_seqs: int = 3, **changes: Any) -> list[
         engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS, seed=seed, **control))
         for seed, (prompt, control) in enumerate(pairs)
     ]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert engine.pool.num_used == 0
     assert "memory_bytes" not in changes or engine.scheduler.num_preemptions
     return requests
@@ -146,10 +146,9 @@ def test_the_models_own_ends_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> No
     engine = SpecEngine(target(), NGramDrafter(max_draft_tokens=4), config)
 
     def output(**sampling: Any) -> list[int]:
-        request = engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS, **sampling))
-        while engine.has_work:
-            engine.step()
-        return request.output_token_ids
+        return finish(
+            engine, engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS, **sampling))
+        )[0]
 
     free = output()
     at = next(index for index, token in enumerate(free) if index > 1 and token not in free[:index])
@@ -176,8 +175,6 @@ def test_the_models_own_ends_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_tokens_that_cannot_be_held_to(sampling: dict[str, Any], message: str) -> None:
-    engine = SpecEngine(
-        target(), None, EngineConfig(cache=CacheConfig(memory_bytes=2**20), num_draft_tokens=0)
-    )
+    engine = tiny_engine(target(), cache_bytes=2**20, num_draft_tokens=0)
     with pytest.raises(InvalidInputError, match=message):
         engine.add_request([1], SamplingParams(**sampling))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture import prefill_graphs
 from specdec.engine.capture.prefill_graphs import PrefillGraphs
 from specdec.engine.engine import SpecEngine
@@ -16,6 +15,7 @@ from specdec.model.core import Verifier
 from specdec.model.scratch import next_token_logits
 from specdec.sampling.params import SamplingParams
 from tests.helpers.bounds import assert_as_exact, in_float64
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.recorder import Recorder
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_configs import SHORT_LEN
@@ -38,20 +38,20 @@ def verifier(model: Any) -> Verifier:
 
 def engine_for(verifier: Verifier, outputs: dict[tuple[int, ...], list[int]]) -> SpecEngine:
     drafter = ScriptedDrafter(outputs, K, [{0}, {2}, set()])
-    config = EngineConfig(
+    return tiny_engine(
+        verifier,
+        drafter,
         max_num_seqs=2,
         max_prefill_tokens=13,
-        cache=CacheConfig(memory_bytes=2**20),
+        cache_bytes=2**20,
         num_draft_tokens=None,
     )
-    return SpecEngine(verifier, drafter, config)
 
 
 def output(engine: SpecEngine, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    request = engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-    while engine.has_work:
-        engine.step()
-    return request.output_token_ids
+    return finish(
+        engine, engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    )[0]
 
 
 def greedy(model: Any, prompt: list[int], max_tokens: int) -> list[int]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from drafters.ngram import NGramDrafter
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture import prefill_graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.requests import scheduler
@@ -18,6 +17,7 @@ from specdec.engine.requests.scheduler import Chunk
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from specdec.session.outputs import GenerationResult
+from tests.helpers.engines import tiny_engine
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.specdec.engine.capture.test_graphs import Case
 from tests.specdec.engine.capture.test_prefill_graphs import captured_engine
@@ -41,9 +41,7 @@ def engine_for(name: str = "llama", drafter: Any = None, **changes: Any) -> Spec
         "pipeline_depth": 1,
         **changes,
     }
-    return SpecEngine(
-        target(name), drafter, EngineConfig(cache=CacheConfig(memory_bytes=memory), **options)
-    )
+    return tiny_engine(target(name), drafter, cache_bytes=memory, **options)
 
 
 def finish(engine: SpecEngine, *requests: Request) -> list[GenerationResult]:

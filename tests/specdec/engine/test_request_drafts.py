@@ -15,6 +15,7 @@ from specdec.engine.requests.request import Request
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from specdec.session.outputs import GenerationResult
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.pairs import pairs
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import (
@@ -65,8 +66,7 @@ def decoded(
         )
         for prompt, one in zip(random_prompts(len(wanted)), wanted, strict=True)
     ]
-    while made.has_work:
-        made.step()
+    finish(made)
     return requests, made
 
 
@@ -123,10 +123,7 @@ def test_a_step_is_as_small_as_its_requests_want(target: Verifier) -> None:
     none: dict[str, Any] = {"num_draft_tokens": 0}
     wishes: list[list[dict[str, Any]]] = [[none] * 2, [{"num_draft_tokens": 2}, {}], [{}, {}]]
     for wanted in wishes:
-        config = EngineConfig(
-            max_num_seqs=2, num_draft_tokens=5, cache=CacheConfig(memory_bytes=2**22)
-        )
-        engine = SpecEngine(target, drafter, config)
+        engine = tiny_engine(target, drafter, max_num_seqs=2, num_draft_tokens=5)
         for prompt, one in zip(random_prompts(2), wanted, strict=True):
             engine.add_request(prompt, SamplingParams(max_tokens=9, **one))
         engine.step()

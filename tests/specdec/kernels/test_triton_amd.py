@@ -37,6 +37,7 @@ from specdec.model.core import DraftOutput
 from specdec.sampling import argmax, sampler
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.engines import run_all
 from tests.helpers.packed_weights import packed as packed_weight
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.helpers.triton_interpreter import require_triton
@@ -211,10 +212,7 @@ def recorded(engine: SpecEngine) -> list[list[list[int]]]:
 def generate(engine: SpecEngine) -> list[list[int]]:
     """Tokens of two requests."""
     params = SamplingParams(max_tokens=3, ignore_eos=True)
-    requests = [engine.add_request(prompt, params) for prompt in ([5, 8, 3, 40], [7])]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
+    return run_all(engine, ([5, 8, 3, 40], [7]), params)
 
 
 @pytest.fixture(scope="module")

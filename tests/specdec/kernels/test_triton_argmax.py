@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from drafters import choice
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine import acceptance
 from specdec.engine.acceptance import accept
-from specdec.engine.engine import SpecEngine
 from specdec.model.core import AcceptOutput
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import run_all, tiny_engine
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 from tests.helpers.triton_interpreter import require_triton
 from tests.specdec.sampling.test_sampler import tensors
@@ -165,15 +164,14 @@ def test_acceptance_reports_what_it_would_with_torch(monkeypatch: pytest.MonkeyP
 def generate() -> list[list[int]]:
     """Greedy output of two requests with a random DFlash drafter."""
     verifier = paged_verifier(plain_model("llama"), device=str(DEVICE))
-    config = EngineConfig(max_num_seqs=2, num_draft_tokens=3, cache=CacheConfig(memory_bytes=2**20))
-    engine = SpecEngine(verifier, random_dflash(verifier, block_size=4), config)
-    requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=8, ignore_eos=True))
-        for prompt in random_prompts(2, longest=9)
-    ]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
+    engine = tiny_engine(
+        verifier,
+        random_dflash(verifier, block_size=4),
+        max_num_seqs=2,
+        num_draft_tokens=3,
+        cache_bytes=2**20,
+    )
+    return run_all(engine, random_prompts(2, longest=9), max_tokens=8, ignore_eos=True)
 
 
 def test_greedy_tokens_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from specdec.layers.ops.ops import Ops
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import run_all
 from tests.helpers.guards import guard_steps
 from tests.helpers.tiny_models import plain_model, random_dflash, random_prompts
 from tests.helpers.triton_interpreter import require_triton
@@ -70,10 +71,7 @@ def generate(
         guard_steps(engine)
     # two steps with drafts at least
     params = SamplingParams(max_tokens=3, ignore_eos=True, **sampling)
-    requests = [engine.add_request(prompt, params) for prompt in random_prompts(2, longest=9)]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests], drafts
+    return run_all(engine, random_prompts(2, longest=9), params), drafts
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult
 from specdec.session.session import Session
+from tests.helpers.engines import finish
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
@@ -63,10 +64,7 @@ def alone(verifier: Verifier) -> Callable[[list[int], SamplingParams], list[int]
     engine = SpecEngine(verifier, None, engine_config())
 
     def run(prompt: list[int], sampling: SamplingParams) -> list[int]:
-        request = engine.add_request(prompt, sampling)
-        while engine.has_work:
-            engine.step()
-        return request.output_token_ids
+        return finish(engine, engine.add_request(prompt, sampling))[0]
 
     return run
 

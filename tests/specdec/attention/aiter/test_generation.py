@@ -32,13 +32,11 @@ from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import BackendError
-from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LatentCache
 from specdec.model.core import Drafter, Verifier
 from specdec.model.scratch import next_token_logits
-from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import run_all, tiny_engine
 from tests.helpers.guards import guard_steps
 from tests.helpers.rocm import FP8, Install
 from tests.helpers.scripted import ScriptedDrafter
@@ -132,21 +130,16 @@ def generate(verifier: Verifier, drafter: Drafter | None, max_num_seqs: int) -> 
     """Tokens of more prompts than run at once, prefilled 13 tokens at a time, while nothing may
     wait between draft and commit.
     """
-    config = EngineConfig(
+    engine = tiny_engine(
+        verifier,
+        drafter,
         num_draft_tokens=None,
         max_num_seqs=max_num_seqs,
         max_prefill_tokens=13,
-        cache=CacheConfig(memory_bytes=2**23),
+        cache_bytes=2**23,
     )
-    engine = SpecEngine(verifier, drafter, config)
     guard_steps(engine)
-    requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS))
-        for prompt in prompts_for(max_num_seqs)
-    ]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
+    return run_all(engine, prompts_for(max_num_seqs), max_tokens=MAX_TOKENS)
 
 
 def drafter_of(

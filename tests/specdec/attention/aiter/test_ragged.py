@@ -11,12 +11,12 @@ import torch
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter
 from tests.helpers import latent_case
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.bounds import assert_as_exact
+from tests.helpers.engines import tiny_engine
 from tests.helpers.guards import no_host_sync
 from tests.helpers.rocm import Install
 from tests.helpers.scripted import ScriptedDrafter
@@ -105,12 +105,13 @@ def test_whole_models(rocm: Install, name: str, tree: bool) -> None:
     drafter: Drafter = ScriptedDrafter(outputs, 6, [{3}, set(), {0, 2}])
     if tree:
         drafter = ScriptedTrees(outputs, [[0, 0, 1, 2, 2, 5]])
-    config = EngineConfig(
+    engine = tiny_engine(
+        paged_verifier(model, 16, backend=backend),
+        drafter,
         num_draft_tokens=None,
         tree_nodes=6 if tree else None,
         verify_budget=2.5,
-        cache=CacheConfig(memory_bytes=2**23),
+        cache_bytes=2**23,
     )
-    engine = SpecEngine(paged_verifier(model, 16, backend=backend), drafter, config)
     assert engine.planner.shapes[0].budget == 2.5
     assert decoded(engine, prompts) == want

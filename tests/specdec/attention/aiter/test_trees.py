@@ -12,12 +12,11 @@ from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerSpec
 from specdec.base.blocks import MAX_NODES
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
-from specdec.sampling.params import SamplingParams
 from tests.helpers import latent_case
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.bounds import assert_as_exact
+from tests.helpers.engines import run_all, tiny_engine
 from tests.helpers.guards import no_host_sync
 from tests.helpers.rocm import Install
 from tests.helpers.scripted_trees import ScriptedTrees
@@ -126,21 +125,19 @@ def test_tokens_behind_accepted_paths(rocm: Install, name: str) -> None:
         {tuple(prompt): tokens for prompt, tokens in zip(prompts, want, strict=True)},
         [[0, 0, 1, 2, 2, 5]],
     )
-    config = EngineConfig(tree_nodes=6, cache=CacheConfig(memory_bytes=2**23))
     assert (
-        decoded(SpecEngine(paged_verifier(model, 16, backend=backend), drafter, config), prompts)
+        decoded(
+            tiny_engine(
+                paged_verifier(model, 16, backend=backend), drafter, tree_nodes=6, cache_bytes=2**23
+            ),
+            prompts,
+        )
         == want
     )
 
 
 def decoded(engine: SpecEngine, prompts: list[list[int]]) -> list[list[int]]:
-    requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=16, ignore_eos=True))
-        for prompt in prompts
-    ]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
+    return run_all(engine, prompts, max_tokens=16, ignore_eos=True)
 
 
 def test_refusals(rocm: Install) -> None:

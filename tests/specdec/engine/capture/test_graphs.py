@@ -28,6 +28,7 @@ from specdec.model.batch import Context, DecodeBatch
 from specdec.model.core import Drafter, DraftOutput
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingPlan
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.pairs import in_turns
 from tests.helpers.recorder import Recorder, refuse
 from tests.helpers.scripted import ScriptedDrafter
@@ -232,11 +233,7 @@ def test_the_recorder_bakes_in_what_a_graph_bakes_in(case: Case) -> None:
     with.
     """
 
-    engine = SpecEngine(
-        case.verifier,
-        NGramDrafter(max_draft_tokens=2),
-        EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)),
-    )
+    engine = tiny_engine(case.verifier, NGramDrafter(max_draft_tokens=2), num_draft_tokens=None)
     table, seen = torch.zeros(1, 3, dtype=torch.int64), []
 
     count = 0
@@ -347,11 +344,7 @@ def test_capturing_moves_no_request(case: Case, drafter: str) -> None:
             engine.runner.graphs._captured(shape)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(), strict=True))
     engine.runner.graphs._selection = None
-    while engine.has_work:
-        engine.step()
-    assert [request.output_token_ids for request in requests] == [
-        case.outputs[tuple(r.prompt_token_ids)] for r in requests
-    ]
+    assert finish(engine, *requests) == [case.outputs[tuple(r.prompt_token_ids)] for r in requests]
 
 
 def test_padding_stays_where_it_is(case: Case) -> None:

@@ -16,7 +16,6 @@ if find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from specdec.attention.triton import fa
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture import prefill_graphs
 from specdec.engine.capture.capture import LaunchAlone
 from specdec.engine.capture.graphs import ShapeGraphs, StepGraphs
@@ -29,6 +28,7 @@ from specdec.model.core import Drafter, Verifier
 from specdec.parallel.group import Group
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.mtp.test_layers import case
+from tests.helpers.engines import tiny_engine
 from tests.helpers.recorder import Recorder
 from tests.helpers.tiny_configs import LATENT_CONFIGS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
@@ -85,15 +85,15 @@ def noted(launches: Sequence[Callable[[], None]], *, every_layer: bool = False) 
 
 def engine_of(verifier: Verifier, drafter: Drafter | None) -> SpecEngine:
     """For three requests of up to 72 tokens."""
-    config = EngineConfig(
+    return tiny_engine(
+        verifier,
+        drafter,
         max_num_seqs=3,
         max_model_len=72,
         max_prefill_tokens=24,
         pipeline_depth=1,
         num_draft_tokens="auto" if drafter else None,
-        cache=CacheConfig(memory_bytes=2**22),
     )
-    return SpecEngine(verifier, drafter, config)
 
 
 def check_alike(engine: SpecEngine) -> None:

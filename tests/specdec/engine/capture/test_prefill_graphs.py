@@ -22,6 +22,7 @@ from specdec.engine.requests.scheduler import Chunk
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.model.core import RoutedExperts
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish, run_all
 from tests.helpers.recorder import Recorder
 from tests.specdec.engine.capture.test_graphs import MAX_TOKENS, Case, beginnings, run
 
@@ -125,10 +126,7 @@ def test_padding_writes_to_the_null_block_alone(case: Case) -> None:
 def case_tokens(case: Case, prompt: list[int]) -> list[int]:
     """Greedy output of an engine without graphs."""
     engine = case.engine("plain", 1, capture=False)
-    request = engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS))
-    while engine.has_work:
-        engine.step()
-    return request.output_token_ids
+    return finish(engine, engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)))[0]
 
 
 def check_widths(graphs: PrefillGraphs, spans: Spans, shape: PrefillShape) -> None:
@@ -216,12 +214,7 @@ def test_a_larger_graph_serves_while_none_may_be_captured(case: Case) -> None:
     assert captured.nearest(few) is None, "most of its rows would pad"
     prompts = [list(range(3, 3 + end)) for _, end in spans]
     expected = [case_tokens(case, prompt) for prompt in prompts]
-    requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts
-    ]
-    while engine.has_work:
-        engine.step()
-    assert [request.output_token_ids for request in requests] == expected
+    assert run_all(engine, prompts, max_tokens=MAX_TOKENS) == expected
     assert captured.num_captured == 3 and recorder.num_replays and not eager
 
 
@@ -289,10 +282,7 @@ def test_a_mixed_step_has_logits_of_those_that_end(case: Case) -> None:
     for first in (3, 30, 60):
         prompts = [list(range(first, first + n)) for n in (5, 20)]
         expected = [case_tokens(case, prompt)[:3] for prompt in prompts]
-        requests = [engine.add_request(prompt, SamplingParams(max_tokens=3)) for prompt in prompts]
-        while engine.has_work:
-            engine.step()
-        assert [request.output_token_ids for request in requests] == expected
+        assert run_all(engine, prompts, max_tokens=3) == expected
     assert recorder.num_replays >= 4 and engine.runner.prefill_graphs is not None
     assert {shape.num_reqs for shape in engine.runner.prefill_graphs.graphs} == {1, 4}
 
@@ -303,8 +293,7 @@ def test_a_chunk_that_ends_no_prompt_has_no_logits(case: Case) -> None:
     requests = []
     for _ in range(2):
         requests.append(engine.add_request(prompt, SamplingParams(max_tokens=3)))
-        while engine.has_work:
-            engine.step()
+        finish(engine)
     assert recorder.num_replays >= 3
     assert (
         requests[0].output_token_ids

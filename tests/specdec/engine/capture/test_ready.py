@@ -18,7 +18,6 @@ import torch
 
 from drafters.ngram import NGramDrafter
 from specdec.base.blocks import BlockShape
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture import buckets, compiled, graphs, prefill_graphs, warmup
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.capture.prefill_graphs import PrefillGraphs
@@ -33,6 +32,7 @@ from specdec.parallel.group import Group
 from specdec.sampling.params import SamplingParams
 from specdec.session.link import hub
 from specdec.session.session import Session
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
 from tests.helpers.waiting import wait_until
 
@@ -92,16 +92,16 @@ def engine_for(outputs: dict[tuple[int, ...], list[int]], clock: Clock) -> SpecE
     """Of five requests of up to 72 tokens, whose drafts are copies; steps are captured, as far as
     the clock can tell.
     """
-    config = EngineConfig(
+    verifier, drafter = paged_verifier(plain_model("llama")), NGramDrafter(max_draft_tokens=7)
+    engine = tiny_engine(
+        verifier,
+        drafter,
         max_num_seqs=MOST,
         max_model_len=72,
         max_prefill_tokens=24,
         pipeline_depth=1,
         num_draft_tokens="auto",
-        cache=CacheConfig(memory_bytes=2**22),
     )
-    verifier, drafter = paged_verifier(plain_model("llama")), NGramDrafter(max_draft_tokens=7)
-    engine = SpecEngine(verifier, drafter, config)
     runner, step, prefill = engine.runner, engine.runner.step, engine.runner.prefill_step
 
     def compiling_step(batch: DecodeBatch) -> Any:
@@ -235,8 +235,7 @@ def test_only_shapes_that_are_captured_are_chosen(
     steps._nearest.clear()
     ready = engine.runner.ready(engine.slots.select([request]))
     assert not ready(chain) and ready(shorter) and ready(plain)
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert chain not in engine.timer.steps_by_shape and len(engine.timer.steps_by_shape) > 1
 
 

@@ -13,7 +13,6 @@ import specdec.device.device
 from drafters.draft_model.drafter import DraftModel
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture import buckets, prefill_graphs
 from specdec.engine.capture.buckets import batch_bucket, length_bucket
 from specdec.engine.capture.graphs import StepGraphs
@@ -23,6 +22,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.recorder import Recorder
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 from tests.specdec.engine.capture.test_graphs import DRAFTERS, Case, beginnings, run
@@ -52,11 +52,7 @@ def new_engine(case: Case, drafter: str, *, capture: bool, **changes: Any) -> Sp
         "max_prefill_tokens": 24,
         "pipeline_depth": 1,
     }
-    engine = SpecEngine(
-        case.verifier,
-        DRAFTERS[drafter](case),
-        EngineConfig(**{**config, **changes}, cache=CacheConfig(memory_bytes=2**22)),
-    )
+    engine = tiny_engine(case.verifier, DRAFTERS[drafter](case), **{**config, **changes})
     if capture:
         steady_len = case.verifier.attention.steady_len
         engine.runner.graphs = StepGraphs(
@@ -158,8 +154,7 @@ def test_sampling_is_part_of_a_shape(case: Case) -> None:
     before = captured(engine)
     for prompt in case.outputs:
         engine.add_request(list(prompt), SAMPLED)
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert captured(engine) == before
     engine.add_request([3, 4, 5])
     for _ in range(2):
@@ -235,14 +230,14 @@ def test_aiter_compiles_nothing_afterwards(
     machine = install(monkeypatch, tmp_path, Machine(allow_float32=True))
     verifier = paged_verifier(plain_model("llama", head_dim=64), block_size=16, backend=backend)
     drafter = random_dflash(verifier, head_dim=16, seed=1)
-    config = EngineConfig(
+    warmed = tiny_engine(
+        verifier,
+        drafter,
         max_num_seqs=5,
         max_prefill_tokens=24,
         max_model_len=72,
         num_draft_tokens=None,
-        cache=CacheConfig(memory_bytes=2**22),
     )
-    warmed = SpecEngine(verifier, drafter, config)
     warm(warmed)
     compiled, called = set(machine.compiled), machine.names()
     machine.compiled.clear()
@@ -250,7 +245,6 @@ def test_aiter_compiles_nothing_afterwards(
     for index, prompt in enumerate(random_prompts(8)):
         # so that batches of every size occur
         warmed.add_request(prompt, SamplingParams(max_tokens=8 + 2 * index))
-    while warmed.has_work:
-        warmed.step()
+    finish(warmed)
     assert machine.compiled and machine.compiled <= compiled
     assert machine.names() <= called

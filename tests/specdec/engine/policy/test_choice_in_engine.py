@@ -21,6 +21,7 @@ from specdec.engine.requests.request import Request
 from specdec.model.batch import DecodeBatch, ForwardInput
 from specdec.model.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import (
@@ -78,8 +79,7 @@ class Case:
     ) -> list[Request]:
         params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **sampling)
         requests = [engine.add_request(prompt, params) for prompt in prompts or self.prompts]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         return requests
 
 

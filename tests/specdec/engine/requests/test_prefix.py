@@ -27,6 +27,7 @@ from specdec.model.batch import DecodeBatch, ForwardInput
 from specdec.model.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import toy_drafter
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import (
     paged_verifier,
@@ -91,12 +92,6 @@ def an_engine(
                 engine.planner.choice, "choose", lambda *args, **options: BlockShape(next(drafts))
             )
         yield engine
-
-
-def finish(engine: SpecEngine, *requests: Request) -> list[list[int]]:
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
 
 
 def help_out(engine: SpecEngine, texts: list[list[int]]) -> None:
@@ -367,8 +362,7 @@ def test_an_output_that_is_cut_within_a_step(verifier: Verifier, stop: int) -> N
     prompt = list(range(10, 18))
     with an_engine(verifier, caching=False) as plain:
         whole = finish(plain, plain.add_request(prompt, GREEDY))[0]
-    config = EngineConfig(num_draft_tokens=12, cache=CacheConfig(memory_bytes=2**22))
-    engine = SpecEngine(verifier, ScriptedDrafter({tuple(prompt): whole}, 12), config)
+    engine = tiny_engine(verifier, ScriptedDrafter({tuple(prompt): whole}, 12), num_draft_tokens=12)
     request = engine.add_request(
         prompt, SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(whole[stop],))
     )

@@ -19,6 +19,7 @@ from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
@@ -47,15 +48,8 @@ def cache_of(
 
 def alone(verifier: Verifier, prompt: list[int], sampling: SamplingParams) -> list[int]:
     """Output of a request that has an engine to itself, without a drafter."""
-    engine = SpecEngine(
-        verifier,
-        None,
-        EngineConfig(num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22)),
-    )
-    request = engine.add_request(prompt, sampling)
-    while engine.has_work:
-        engine.step()
-    return request.output_token_ids
+    engine = tiny_engine(verifier, num_draft_tokens=None, max_num_seqs=1)
+    return finish(engine, engine.add_request(prompt, sampling))[0]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -188,8 +182,7 @@ def test_drafting_writes_far_more_rows_than_k(
     sampling = SamplingParams(max_tokens=longest, ignore_eos=True)
     plain = SpecEngine(verifier, None, cache_of(verifier, 200, max_model_len=longest))
     expected = [plain.add_request(prompt, sampling) for prompt in prompts]
-    while plain.has_work:
-        plain.step()
+    finish(plain)
     outputs = {tuple(request.prompt_token_ids): request.output_token_ids for request in expected}
 
     limits = {
@@ -241,9 +234,7 @@ def test_shared_prefix_is_computed_once(
     """
     stem, tails = list(range(10, 10 + 5 * BLOCK)), ([60, 61], [70, 71, 72])
     sampling = SamplingParams(max_tokens=6)
-    engine = SpecEngine(
-        verifier, None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22))
-    )
+    engine = tiny_engine(verifier, num_draft_tokens=None)
     prefilled: list[int] = []
     original = engine._prefill
 
@@ -255,8 +246,7 @@ def test_shared_prefix_is_computed_once(
     outputs = []
     for tail in tails:
         request = engine.add_request(stem + tail, sampling)
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         outputs.append(request.output_token_ids)
     assert prefilled == [len(stem) + 2, 3]
     assert outputs == [alone(verifier, stem + tail, sampling) for tail in tails]
@@ -265,14 +255,11 @@ def test_shared_prefix_is_computed_once(
 def test_whole_prompt_in_the_cache_still_computes_its_last_token(verifier: Verifier) -> None:
     """A prompt that is cached to the last token yields the same first token again."""
     prompt = list(range(20, 20 + 2 * BLOCK))
-    engine = SpecEngine(
-        verifier, None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22))
-    )
+    engine = tiny_engine(verifier, num_draft_tokens=None)
     outputs = []
     for _ in range(3):
         request = engine.add_request(prompt, SamplingParams(max_tokens=5))
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         outputs.append(request.output_token_ids)
     assert outputs == [alone(verifier, prompt, SamplingParams(max_tokens=5))] * 3
 
@@ -295,16 +282,7 @@ def test_requests_that_can_never_fit_are_refused(verifier: Verifier) -> None:
 
 def test_prefill_does_not_stall_decoding(verifier: Verifier) -> None:
     """While a long prompt is prefilled in chunks, a running request gets a token in every step."""
-    engine = SpecEngine(
-        verifier,
-        None,
-        EngineConfig(
-            num_draft_tokens=None,
-            max_num_seqs=2,
-            max_prefill_tokens=8,
-            cache=CacheConfig(memory_bytes=2**22),
-        ),
-    )
+    engine = tiny_engine(verifier, num_draft_tokens=None, max_num_seqs=2, max_prefill_tokens=8)
     first = engine.add_request([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
     engine.step()
     engine.add_request([9] * 80, SamplingParams(max_tokens=2))

@@ -18,6 +18,7 @@ from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
+from tests.helpers.engines import finish
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import (
@@ -74,8 +75,7 @@ def engine_of(verifier: Verifier, drafter: Drafter | None, **changes: Any) -> Sp
 def finished(engine: SpecEngine, prompts: list[list[int]], **sampling: Any) -> list[Request]:
     params = SamplingParams(max_tokens=MAX_TOKENS, **sampling)
     requests = [engine.add_request(prompt, params) for prompt in prompts]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert engine.pool.num_used == 0
     return requests
 

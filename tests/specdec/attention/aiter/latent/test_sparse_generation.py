@@ -18,6 +18,7 @@ from specdec.kv_cache import LatentCache
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_generation import wide_dflash
+from tests.helpers.engines import finish
 from tests.helpers.guards import guard_steps
 from tests.helpers.rocm import FP8, Install
 from tests.helpers.sparse_case import rounded
@@ -56,13 +57,13 @@ def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
         EngineConfig(num_draft_tokens=None, max_num_seqs=3, max_prefill_tokens=13, cache=cache),
     )
     guard_steps(engine)
-    requests = [
-        engine.add_request([*prompt, 0], SamplingParams(max_tokens=7))
-        for prompt in random_prompts(4)
-    ]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
+    return finish(
+        engine,
+        *(
+            engine.add_request([*prompt, 0], SamplingParams(max_tokens=7))
+            for prompt in random_prompts(4)
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", ["glm_moe_dsa"])  # test_generation has deepseek_v32

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from drafters.ngram import NGramDrafter
 from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.base.blocks import BlockShape
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.launch import Launch
@@ -28,6 +27,7 @@ from specdec.engine.selection import Selection
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.recorder import Recorder
 from tests.helpers.rocm import Install
 from tests.helpers.tiny_configs import TOPK
@@ -118,21 +118,21 @@ def steps_of(engine: SpecEngine, machine: Machine) -> list[tuple[int, int, int]]
         # No step without its graph.
         engine.slots.decode_batch = None  # type: ignore[assignment, method-assign]
     engine.runner.decode = watched  # type: ignore[method-assign]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     return steps
 
 
 def make(verifier: Verifier, k: int, machine: Machine | None, *, blocks: int = 60) -> SpecEngine:
     """An engine with all prompts queued; with a machine, every step is captured."""
     memory = blocks * 16 * sum(spec.bytes_per_token(verifier.dtype) for spec in verifier.kv_specs)
-    config = EngineConfig(
+    engine = tiny_engine(
+        verifier,
+        NGramDrafter(max_draft_tokens=k) if k else None,
         max_num_seqs=3,
         max_prefill_tokens=13,
-        cache=CacheConfig(memory_bytes=memory),
+        cache_bytes=memory,
         num_draft_tokens=k,
     )
-    engine = SpecEngine(verifier, NGramDrafter(max_draft_tokens=k) if k else None, config)
     if machine is not None:
         steady_len = verifier.attention.steady_len
         engine.runner.graphs = StepGraphs(
@@ -158,9 +158,7 @@ def want(model: Any) -> list[list[int]]:
     """What the oracle with the same rounding generates."""
     engine = make(paged_verifier(model, 16, backend=RoundedReference), 0, None)
     requests = queue(engine)
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
+    return finish(engine, *requests)
 
 
 @pytest.mark.parametrize("captured", [False, True])
