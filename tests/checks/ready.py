@@ -129,7 +129,7 @@ def main() -> int:
     add("--max-num-seqs", type=int, default=32)
     add("--set", default="code", help="prompts; humaneval and others of `specdec bench --sets`")
     add("--data", action="append", default=[], metavar="NAME=FILE")
-    add("--limit", type=int, default=96)
+    add("--limit", type=int, help="prompts (default: all)")
     add("--max-tokens", type=int, default=256)
     add("--temperature", type=float, default=0.0)
     add("--passes", type=int, default=3)
