@@ -165,11 +165,11 @@ class _CallFormat:
             for name, schema in asked.functions
         )
         call = _either(*calls)
-        again = _any(literal(form.between + before), call)
+        again = _any(self._named(form.between + before), call)
         several = [again] if asked.parallel and form.parallel else []
         group, begin = _row(call, *several, literal(form.closing)), form.opening + before
         if asked.required or asked.answer is not None:
-            called = _row(literal(begin), group)
+            called = _row(self._named(begin), group)
             answers = [] if asked.required or asked.answer is None else [self._of(*asked.answer)]
             return _either(called, *answers)
         # any text, until that what begins a call
@@ -181,12 +181,13 @@ class _CallFormat:
                 for trigger, (_, schema) in zip(triggers, asked.functions, strict=True)
             ]
             return _format("dispatch", rules=rules, loop=False, excludes=self._no_markers)
-        rest, markers = _row(literal(begin[len(form.trigger) :]), group), asked.markers
-        if form.trigger not in markers:
+        text, *found = split_at(form.trigger, asked.markers)
+        rest = _row(self._named(begin[len("".join([text, *found[:1]])) :]), group)
+        if not found:
             rules = [[form.trigger, rest]]
             return _format("dispatch", rules=rules, loop=False, excludes=self._no_markers)
-        rules = [[markers[form.trigger], rest]]
-        others = [token for name, token in markers.items() if name != form.trigger]
+        rules = [[asked.markers[found[0]], rest]]
+        others = [token for name, token in asked.markers.items() if name != found[0]]
         return _format("token_dispatch", rules=rules, loop=False, exclude_tokens=others)
 
     def channels(self) -> Format:
@@ -248,8 +249,24 @@ class _CallFormat:
     def _argument(self, name: Format, argument: Argument) -> Format:
         assert self._form.argument is not None
         first, last = self._form.argument
-        before, behind = map(self._literal, first.split("{key}"))
-        return _row(before, name, behind, self._value(argument, last), self._literal(last))
+        before, behind = first.split("{key}")
+
+        def written(is_text: str, value: Format) -> Format:
+            literals = map(self._literal, (before, behind.replace("{text}", is_text), last))
+            start, middle, end = literals
+            return _row(start, name, middle, value, end)
+
+        if "{text}" not in behind:
+            return written("", self._value(argument, last))
+        ways, listed = [], argument.listed
+        if texts := [one for one in listed or () if isinstance(one, str)]:
+            ways.append(written("true", _either(*map(_text, texts))))
+        elif listed is None and argument.may_be_text:
+            ways.append(written("true", self._value(argument, last)))
+        if not argument.is_text:
+            value = self._of("json_schema", json.dumps(argument.whole, ensure_ascii=False))
+            ways.append(written("false", value))
+        return _either(*ways)
 
     def _value(self, argument: Argument, last: str) -> Format:
         """The value of an argument, behind which this stands."""

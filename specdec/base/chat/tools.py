@@ -28,8 +28,9 @@ class ToolFormat:
         begin: of a call, with `{name}` for that of the function and `{id}` for what the model tells
             its calls apart by. Its arguments follow.
         end: of a call.
-        argument: what begins and ends one argument, with `{key}` for its name, where they are
-            written one by one; they are a JSON object otherwise.
+        argument: what begins and ends one argument, with `{key}` for its name, and `{text}` for
+            whether it is a text (true or false) or JSON, where they are written one by one; they
+            are a JSON object otherwise.
         opening, between, closing: around the calls.
         parallel: several may come at once.
         channels: an output is messages, each of which names its channel, as in gpt-oss's harmony:
@@ -100,8 +101,12 @@ class ToolFormat:
         if self.argument is None or not isinstance(given, Mapping):
             return given if isinstance(given, str) else _json(given)
         first, last = self.argument
-        texts = ((key, one if isinstance(one, str) else _json(one)) for key, one in given.items())
-        return "".join(f"{first.replace('{key}', key)}{text}{last}" for key, text in texts)
+        return "".join(
+            first.replace("{key}", key).replace("{text}", _json(isinstance(one, str)))
+            + (one if isinstance(one, str) else _json(one))
+            + last
+            for key, one in given.items()
+        )
 
     def markers(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
         """Special tokens that it is written with: their ids, by name."""
@@ -119,6 +124,21 @@ class ToolFormat:
 _QUOTED, _CALL = '{"name": "{name}", "arguments": ', "<tool_call>"
 _DEEPSEEK: Any = {"opening": "<｜tool▁calls▁begin｜>", "closing": "<｜tool▁calls▁end｜>"}
 _LISTED: Any = {"between": ", ", "closing": "]"}
+
+
+def _dsml(name: str, block: str) -> ToolFormat:
+    """DeepSeek's since V3.2, which differ in the name of a group of calls."""
+    return ToolFormat(
+        name,
+        ("｜DSML｜", block),
+        '<｜DSML｜invoke name="{name}">\n',
+        "</｜DSML｜invoke>\n",
+        ('<｜DSML｜parameter name="{key}" string="{text}">', "</｜DSML｜parameter>\n"),
+        opening=f"<｜DSML｜{block}>\n",
+        between="",
+        closing=f"</｜DSML｜{block}>",
+    )
+
 
 _FORMATS = (
     ToolFormat(
@@ -145,6 +165,18 @@ _FORMATS = (
         "<｜tool▁call▁end｜>",
         between="",
         **_DEEPSEEK,
+    ),
+    _dsml("deepseek_v32", "function_calls"),
+    _dsml("deepseek_v4", "tool_calls"),
+    ToolFormat(
+        "command_r",
+        ("<|START_ACTION|>", '"tool_name"'),
+        '{"tool_call_id": "{id}", "tool_name": "{name}", "parameters": ',
+        "}",
+        opening="<|START_ACTION|>[\n    ",
+        between=",\n    ",
+        closing="\n]<|END_ACTION|>",
+        id_form="[0-9]{1,9}",
     ),
     ToolFormat(
         "kimi_k2",
@@ -284,6 +316,7 @@ def _shown_calls(tokenizer: PreTrainedTokenizerBase) -> str:
 def _pattern(form: ToolFormat, *, blanks: bool = True) -> str:
     """A regular expression of what begins a call of `probe` and its argument."""
     first = form.argument[0].replace("{key}", "a") + PROBE if form.argument else "{"
+    first = first.replace("{text}", "true")
     text = form.opening + form.begin.replace("{name}", "probe") + first
     parts = (text if blanks else "".join(text.split())).split("{id}")
     return form.id_form.join(map(re.escape, parts))

@@ -53,15 +53,20 @@ class Argument:
         return not self.kinds or "string" in self.kinds
 
     @property
-    def values(self) -> list[str] | None:
-        """All that may be written; None where the schema does not list it."""
+    def listed(self) -> list[Any] | None:
+        """All values; None where the schema does not list them."""
         known = self._leaves[0] if len(self._leaves) == 1 else None
         listed = known.get("enum") if isinstance(known, Mapping) else None
         if isinstance(known, Mapping) and "const" in known:
             listed = [known["const"]]
-        if not isinstance(listed, list):
+        return listed if isinstance(listed, list) else None
+
+    @property
+    def values(self) -> list[str] | None:
+        """All that may be written; None where the schema does not list it."""
+        if self.listed is None:
             return None
-        return [one if isinstance(one, str) else json.dumps(one) for one in listed]
+        return [one if isinstance(one, str) else json.dumps(one) for one in self.listed]
 
     @property
     def whole(self) -> dict[str, Any]:

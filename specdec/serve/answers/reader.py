@@ -129,9 +129,11 @@ class CallReader:
 
     def _call(self, lead: str) -> Generator[None, None, str | None]:
         """The name of a function that is called behind `lead`, if one is."""
-        begin = self._form.begin.partition("{id}")[0]
-        begins = {lead + begin.replace("{name}", name): name for name in self._functions}
-        while any(len(one) > len(self._rest) and one.startswith(self._rest) for one in begins):
+        while True:
+            begins = self._begins(lead)
+            more = (one for one in begins if len(one) > len(self._rest))
+            if not any(one.startswith(self._rest) for one in more):
+                break
             if self._ended:
                 self._rest = ""  # the beginning of one
                 return None
@@ -140,10 +142,22 @@ class CallReader:
         self._taken(len(found))
         return begins.get(found)
 
+    def _begins(self, lead: str) -> dict[str, str]:
+        """What begins a call of each function, up to an id behind its name; with one before it as
+        far as that came.
+        """
+        begin, found, behind = self._form.begin.partition("{id}")
+        if found and "{name}" in behind:
+            number = re.match(self._form.id_form, self._rest[len(lead + begin) :])
+            begin += (number[0] if number else "") + behind
+        return {lead + begin.replace("{name}", name): name for name in self._functions}
+
     def _id(self, name: str) -> Generator[None, None, str | None]:
-        """The id of a call, which the model may have written; None where that is cut."""
+        """The id of a call, which the model may have written behind its name; None where that is
+        cut.
+        """
         _, found, behind = self._form.begin.partition("{id}")
-        if not found:
+        if not found or "{name}" in behind:
             return new_call_id()
         while (at := self._rest.find(behind)) < 0:
             if self._ended:
@@ -184,22 +198,27 @@ class CallReader:
         assert self._form.argument is not None
         first, last = self._form.argument
         before, behind = first.split("{key}")
+        behind, says, end = behind.partition("{text}")
         known = {one.name: one for one in arguments_of(self._functions[function]) or ()}
         start = "{"
         while not self._rest.startswith(self._form.end):
             at = self._rest.find(behind, len(before)) if self._rest.startswith(before) else -1
-            if at < 0:
+            stop = self._rest.find(end, at + len(behind)) if at >= 0 else -1
+            if stop < 0:
                 yield
                 continue
-            name = self._taken(at + len(behind))[len(before) : at]
+            said = self._taken(stop + len(end))
+            name = said[len(before) : at]
             self._add("arguments", f"{start}{_json(name)}: ")
             start = ", "
-            yield from self._value(known.get(name, Argument(name, {}, False, {})), last)
+            argument = known.get(name, Argument(name, {}, False, {}))
+            is_text = said[at + len(behind) : stop] == "true" if says else argument.is_text
+            yield from self._value(argument, last, is_text)
         self._add("arguments", "}" if start == ", " else "{}")
 
-    def _value(self, argument: Argument, last: str) -> Generator[None]:
+    def _value(self, argument: Argument, last: str, is_text: bool) -> Generator[None]:
         """A value: a text as it comes, and whatever else once it is there."""
-        quote = '"' if argument.is_text else ""
+        quote = '"' if is_text else ""
         self._add("arguments", quote)
         while (at := self._rest.find(last)) < 0:
             if quote:

@@ -15,7 +15,7 @@ from specdec.base.errors import InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.rules import rules_of
-from tests.helpers.tools import HARMONY, tool_tokenizer
+from tests.helpers.tools import HARMONY, chat_tokenizer, tool_tokenizer
 from tests.specdec.serve.test_call_reader import ARGUMENTS, IN_TEXTS, called, read
 
 WEATHER: dict[str, Any] = {
@@ -31,6 +31,8 @@ FUNCTIONS: dict[str, Any] = {"get_weather": WEATHER, "get": {"type": "object", "
 BUILTIN = {
     "deepseek_v3": "deepseek_r1",
     "deepseek_v31": "deepseek_v3_1",
+    "deepseek_v32": "deepseek_v3_2",
+    "deepseek_v4": "deepseek_v4",
     "glm": "glm_4_7",
     "glm_4.7": "glm_4_7",
     "qwen3_coder": "qwen_3_coder",
@@ -130,6 +132,34 @@ def test_special_tokens_stand_in_calls_alone() -> None:
     assert not takes(*letters(list("[TOOL_CALLS]")), 3, 4) and not takes(4)
     assert not takes(3, *name, *letters(list("[ARGS]"))) and not takes(*call[:-3], 3)
     assert not takes(*call[:-3], 4) and not takes(*name, 1)
+
+
+def test_a_tag_with_a_special_token_within() -> None:
+    """As DeepSeek's since V3.2; without arguments, with texts and with others."""
+    pieces = ["<pad>", "<s>", "</s>", "\n", *map(chr, range(32, 127))]
+    tokenizer = chat_tokenizer("", pieces, ["｜DSML｜"], [])
+    form, markers = FORMATS["deepseek_v32"], FORMATS["deepseek_v32"].markers(tokenizer)
+    assert set(markers) == {"｜DSML｜"}
+    properties = {
+        "a": {"type": "string"},
+        "b": {"type": ["integer", "string"]},
+        "c": {"enum": ["x", 3]},
+    }
+    functions = {"f": {"type": "object", "properties": properties}}
+    grammar = Grammar.calls(form.name, functions, markers=markers)
+    compiled = GrammarCompiler(tokenizer, len(tokenizer), [2]).compiled(grammar).result()
+
+    def takes(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return all(matcher.accept_token(one) for one in tokenizer(text)["input_ids"])
+
+    some = {"a": "</｜", "b": 5, "c": "x"}
+    assert takes("Hi</s>") and takes(f"Hi{form.written([('f', {}), ('f', {'b': 'y'})])}</s>")
+    called = form.written([("f", {**some, "a": "</p"})])
+    assert takes(f"{called}</s>") and takes(called.replace('string="false">5', 'string="true">5'))
+    for good, bad in (("5", "5.5"), ('"a" string="true"', '"a" string="false"'), (">x<", ">z<")):
+        assert not takes(called.replace(good, bad)), bad
+    assert not takes("｜DSML｜a") and not takes(called.replace("</p<", "<｜DSML｜x<"))
 
 
 def test_channels() -> None:
@@ -238,6 +268,9 @@ def test_names_and_formats_are_checked() -> None:
         ("glm_4.7", "<tool_call>{name}<arg_key>{key}</arg_key><arg_value>"),
         ("deepseek_v3", "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + '\\n```json'"),
         ("deepseek_v31", "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name"),
+        ("deepseek_v32", "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'function_calls>' }}"),
+        ("deepseek_v4", "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'tool_calls>' }}"),
+        ("command_r", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f"}]'),
         ("harmony", "'<|start|>assistant to=functions.' + name + '<|channel|>commentary'"),
         (None, "{{ messages }}"),
     ],
@@ -255,7 +288,8 @@ def template_of_calls(form: ToolFormat) -> str:
     arguments = "{{ c.function.arguments | tojson }}"
     if form.argument:
         first, last = form.argument
-        each = first.replace("{key}", "{{ k }}") + "{{ v }}" + last
+        each = first.replace("{key}", "{{ k }}").replace("{text}", "{{ v is string | tojson }}")
+        each += "{{ v }}" + last
         arguments = "{% for k, v in c.function.arguments | items %}" + each + "{% endfor %}"
     call = begin + arguments + form.end + form.closing
     calls = "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}"

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,9 @@ def called(form: ToolFormat, name: str, arguments: dict[str, object]) -> str:
     else:
         first, last = form.argument
         written = "".join(
-            f"{first.replace('{key}', key)}{one if isinstance(one, str) else json.dumps(one)}{last}"
+            first.replace("{key}", key).replace("{text}", json.dumps(isinstance(one, str)))
+            + (one if isinstance(one, str) else json.dumps(one))
+            + last
             for key, one in arguments.items()
         )
     return f"{form.called(name)}{written}{form.end}"
@@ -167,6 +170,46 @@ def test_ids_are_those_that_the_model_writes(name: str, calls: str, ids: list[st
         ]
         assert [one.call_id for one in found if one.kind == "name"] == ids
         assert together(found) == ("", [("get", "{}")] * len(ids))
+
+
+@pytest.mark.parametrize(
+    ("value", "is_text", "wanted"),
+    [
+        ("null", True, "null"),
+        ("null", False, None),
+        ("5", False, 5),
+        ("5", True, "5"),
+        ('"a"', False, "a"),
+    ],
+)
+@pytest.mark.parametrize("kind", [{}, {"type": ["string", "integer", "null"]}])
+def test_an_argument_that_says_whether_it_is_a_text(
+    kind: Any, value: str, is_text: bool, wanted: Any
+) -> None:
+    form = FORMATS["deepseek_v4"]
+    assert form.argument is not None
+    first, last = form.argument
+    first = first.replace("{key}", "v").replace("{text}", json.dumps(is_text))
+    whole = f"{form.opening}{form.called('f')}{first}{value}{last}{form.end}{form.closing}"
+    functions = {"f": {"type": "object", "properties": {"v": kind}}}
+    for pieces in ([whole], list(whole)):
+        reader = CallReader(form, functions)
+        found = [piece for some in pieces for piece in reader.push(some)]
+        ((name, arguments),) = together(found)[1]
+        assert (name, json.loads(arguments)) == ("f", {"v": wanted})
+
+
+def test_an_id_before_the_name_is_not_that_of_the_call() -> None:
+    """Templates number calls anew, and a model may write the same number twice."""
+    call = '{"tool_call_id": "0", "tool_name": "get", "parameters": {}}'
+    numbered = call, call.replace("0", "17")
+    whole = "<|START_ACTION|>[\n    " + ",\n    ".join(numbered) + "\n]<|END_ACTION|>"
+    for pieces in ([whole], list(whole)):
+        reader = CallReader(FORMATS["command_r"], FUNCTIONS)
+        found = [piece for some in pieces for piece in reader.push(some)]
+        assert together(found) == ("", [("get", "{}")] * 2)
+        ids = {one.call_id for one in found if one.kind == "name"}
+        assert len(ids) == 2 and {len(one) for one in ids} == {9}
 
 
 def test_messages_that_name_their_channels() -> None:

@@ -76,7 +76,7 @@ def test_each_answer_of_a_conversation_is_trained_as_it_is(tmp_path: Path) -> No
 def test_an_answer_ends_where_the_target_ended_it(tmp_path: Path) -> None:
     """Catches an end of turn that is trained where a limit cut the answer, or twice."""
     write_chat_target(tmp_path, TEMPLATE)
-    alike = {"instruction": "w10", "output": "w11"}
+    alike: dict[str, Any] = {"instruction": "w10", "output": "w11"}
     texts = ("w10", "w11", "w12", "w13")
     of_first = chat(*texts)
     of_first["conversations"][1]["finish_reason"] = "length"
