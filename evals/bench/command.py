@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evals.bench import shapes
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
+from specdec.base.files import user_path
 from specdec.base.writing import check_apart, check_writable, place_of, write_text
 from specdec.cli import options
 from specdec.cli.fields import adding, check_read, from_options
@@ -183,14 +184,14 @@ def run(args: argparse.Namespace) -> int:
         from evals.report.compare import compare_reports
 
         # The first sets the kind, so that a bench report and one of eval are refused as a pair.
-        one = read_report(Path(files[0]))
-        other = read_report(Path(files[1]), one["schema"]) if files[1:] else None
+        one = read_report(user_path(files[0]))
+        other = read_report(user_path(files[1]), one["schema"]) if files[1:] else None
         with of_files(*files):
             text = compare_reports(one, other)
         print(text)
         return 0
     check_page(args.html)
-    reports = [(file, read_report(Path(file))) for file in files]
+    reports = [(file, read_report(user_path(file))) for file in files]
     if args.html and len(reports) > 1:
         raise InvalidInputError("a page shows one report; leave out --html, or the other reports")
     with of_files(*files):

@@ -29,8 +29,10 @@ def user_path(name: str | Path, option: str | None = None) -> Path:
     """A path as a user writes it, `~` for a home included.
 
     Raises:
-        InvalidInputError: the system knows no such home.
+        InvalidInputError: it is empty, or the system knows no such home.
     """
+    if name == "":
+        raise InvalidInputError("the path is empty; name a file or a folder")
     try:
         return Path(name).expanduser()
     except RuntimeError as error:

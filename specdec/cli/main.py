@@ -150,6 +150,9 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:160] or type(error).__name__
 
 
+_MAY_BE_EMPTY = ("ACTION", "JSON", "PROMPT", "TEXT")
+
+
 class Parser(argparse.ArgumentParser):
     """Reports mistakes as `InvalidInputError`, and takes prompts anywhere between the options."""
 
@@ -158,6 +161,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InvalidInputError(f"{message}; see {self.prog} --help")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """What argparse makes of an option's values, none of which may be empty but a text."""
+        metavar = action.metavar or "TEXT"
+        if "" in arg_strings and metavar not in _MAY_BE_EMPTY:
+            if not action.option_strings:
+                raise InvalidInputError(f"{metavar} is empty; give one")
+            what = f"{action.option_strings[-1]} is empty; give {metavar}"
+            raise InvalidInputError(what if action.required else f"{what}, or leave it out")
+        return super()._get_values(action, arg_strings)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parses the arguments of the verb.

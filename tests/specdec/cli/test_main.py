@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from specdec import __version__
+from specdec.base.errors import SpecDecError
 from specdec.base.registry import VERBS
-from specdec.cli.main import main
+from specdec.cli.main import _parser_of, main
 from tests.evals.tiny import save_tiny
 from tests.specdec.cli.fake_decoder import FakeDecoder, chunk, one_line, python, use
 
@@ -44,9 +45,32 @@ def test_version_and_overview(capsys: Capture) -> None:
     assert "generate" in capsys.readouterr().err
 
 
+def test_no_option_is_given_nothing() -> None:
+    """As by a variable that is not set; catches one that is taken for left out, or for '.'."""
+    taken, needed = (
+        set(),
+        {"convert": ["a", "b", "--to", "z-lab"], "couple": ["a", "--prompts", "b"]},
+    )
+    for verb in VERBS:
+        for action in _parser_of(verb.name)[1]._actions:
+            if action.option_strings and action.nargs != 0 and action.metavar:
+                try:
+                    given = [*needed.get(verb.name, []), action.option_strings[-1], ""]
+                    _parser_of(verb.name)[1].parse(given)
+                    taken.add(action.option_strings[-1])
+                except SpecDecError as error:
+                    assert f"{action.option_strings[-1]} is empty; give " in str(error)
+    assert taken <= {
+        *("--system", "--stop", "--chat-template-kwargs", "--served-model-name", "--prompts"),
+        *("--allowed-hosts", "--allowed-origins"),
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
+        (["bench", "show", ""], ["the path is empty; name a file or a folder"]),
+        (["convert", "smollm2-dflash", "", "--to", "speculators"], ["FOLDER is empty; give one"]),
         (["generat"], ["'generat'", "did you mean 'generate'"]),
         (["--jsn"], ["--jsn", "specdec --help"]),
         (["generate", "x", "--max-token", "5"], ["--max-token;", "did you mean --max-tokens?"]),
