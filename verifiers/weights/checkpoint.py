@@ -307,7 +307,8 @@ def _settle_head(weights: dict[str, Stored], config: Any, group: Group | None) -
     """Leaves out a head that is tied, and makes sure of one that is not; ranks that have parts of
     them do the same.
     """
-    embedding, head = weights.get(EMBEDDING), weights.get(HEAD)
+    own = "model.embeddings.weight"  # as Nemotron-H calls it
+    embedding, head = weights.get(EMBEDDING, weights.get(own)), weights.get(HEAD)
     if not getattr(config, "tie_word_embeddings", False):
         if head is None:
             what = f"there is no {HEAD!r} and it is not tied to the embeddings"

@@ -5,7 +5,7 @@ same logits.
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -345,6 +345,15 @@ def test_more_experts_than_the_config_says(tmp_path: Path) -> None:
         match=r"model.layers.0.mlp.experts has an expert 3, but the config says 3; fetch",
     ):
         read(tmp_path, model.config)
+
+
+def test_a_head_that_the_config_alone_calls_tied(tmp_path: Path) -> None:
+    """The class of Nemotron-H ties nothing, and has another name for its embeddings."""
+    model = plain_model("nemotron_h", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    found, table = read(tmp_path, model.config), model.get_input_embeddings().weight
+    for name, tensor in (("lm_head", model.lm_head.weight), ("model.embeddings", table)):
+        assert torch.equal(cast("Tensor", found[f"{name}.weight"]), tensor)
 
 
 def test_a_head_that_is_tied(tmp_path: Path) -> None:
