@@ -62,7 +62,9 @@ def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> 
             cached += 2 * spec.state_bytes
     if drafter:
         weights += drafter.weight_bytes
-        cached += sum(spec.bytes_per_token(dtype) for spec in drafter.kv_specs) * context
+        cache = engine.kv_cache  # some of whose layers may have the model's type
+        held = sum(side.nbytes for layer in cache.layers[len(specs) :] for side in layer)
+        cached += held / (cache.num_blocks * cache.block_size) * context
     return weights + round(num_reqs * cached)
 
 

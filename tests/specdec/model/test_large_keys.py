@@ -13,6 +13,7 @@ from drafters.draft_model.drafter import load_draft_model
 from drafters.eagle3.config import parse_config
 from drafters.eagle3.drafter import eagle3_drafter
 from drafters.suffix.drafter import SuffixDrafter
+from evals.roofline import step_bytes
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.base.config import CacheConfig, EngineConfig
@@ -148,3 +149,8 @@ def test_large_keys_of_drafters(
     assert kept == [large] * (size > 100) and len(of_drafter) > large
     said = [line for line in caplog.messages if "keys of" in line and "stays in float32" in line]
     assert len(said) == len(kept), caplog.messages
+    more = (step_bytes(engine, k=k, num_reqs=1, context=8) for k in (1, 0))
+    types = [torch.float32 if n in kept else E4M3 for n in range(len(of_drafter))]
+    each = zip(drafter.kv_specs, types, strict=True)
+    own = sum(spec.bytes_per_token(dtype) for spec, dtype in each)
+    assert next(more) - next(more) == drafter.weight_bytes + 8 * own
