@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafters.training.log import TrainLog
 from specdec.cli.main import main
 from tests.drafters.training.figures import with_answers
 from tests.drafters.training.toy import as_flags, toy_config
+
+PLOT = TrainLog._plot
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -18,6 +21,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def undrawn() -> Iterator[None]:
+    """Curves take longer than all else of so small a run."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TrainLog, "_plot", lambda self: None)
+        yield
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a test of curves."""
+    monkeypatch.setattr(TrainLog, "_plot", PLOT)
 
 
 @pytest.fixture(scope="package")

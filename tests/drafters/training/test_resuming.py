@@ -43,12 +43,6 @@ def test_a_complete_run_is_not_repeated(toy: Path, capsys: pytest.CaptureFixture
     assert "to write" not in capsys.readouterr().err
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Curves take longer than all else of so small a run."""
-    monkeypatch.setattr(TrainLog, "_plot", lambda self: None)
-
-
 def resumable(folder: Path, **changes: Any) -> Trainer:
     """A run that saves its state every second step, or goes on from what another has saved."""
     options: dict[str, Any] = {"log_every": 2, "save_every": 0.0, "eval_every": 1e9, "max_steps": 8}
@@ -146,6 +140,7 @@ def test_ten_kills_at_any_moment_leave_the_same_weights(
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_kill_while_curves_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run draws them: none is complete without."""
     canvas = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg

@@ -127,16 +127,12 @@ def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(
     [
         {"head": "selector", "head_candidates": 8, "tied_tables": True},
         {
-            "head": "markov",
-            "head_candidates": 0,
-            "convolutions": True,
-            "kl": 0.3,
-            "confidence": 0.2,
-            "base_until": 0.5,
+            "head": "markov", "head_candidates": 0, "convolutions": True, "kl": 0.3,
+            "confidence": 0.2, "base_until": 0.5,
         },
         {"head": "xpress", "tied_tables": True, "kl": 0.3, "base_share": 0.3},
     ],
-)
+)  # fmt: skip
 def test_a_head_is_trained_on_an_earlier_drafter_and_agrees_with_the_engine(
     toy: Path, answered: Path, changes: dict[str, Any]
 ) -> None:
@@ -324,6 +320,7 @@ def test_minutes_are_those_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [row["step"] for row in rows if row["tau"]] == ["0", "3", "6"]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_curves_are_drawn(tmp_path: Path) -> None:
     """Catches a plot that fails only at the end of a long run."""
     pytest.importorskip("matplotlib")

@@ -28,6 +28,12 @@ def case() -> Case:
     return Case()
 
 
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled: a process of the compiler takes seconds to start."""
+    monkeypatch.setattr("sys.executable", "/bin/true")
+
+
 @pytest.fixture
 def all_kernels(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel is taken, on a CPU, too: it raises where a GPU would be lost."""

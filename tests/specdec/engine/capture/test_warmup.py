@@ -102,7 +102,6 @@ def test_nothing_is_captured_afterwards(case: Case, drafter: str, changes: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_prefills_that_a_draft_model_leaves_unread_are_captured(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
