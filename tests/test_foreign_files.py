@@ -33,30 +33,17 @@ VALUES: tuple[Any, ...] = (None, True, -1, 1.5, 10**30, math.nan, "x", [[2]], {"
 
 FILES: dict[str, tuple[str, ...]] = {
     "config.json": (
-        "layer_types",
-        "quantization_config",
-        "text_config",
-        "is_causal",
-        "rope_scaling",
-        "num_experts",
-        "auto_map",
+        "layer_types", "quantization_config", "text_config", "is_causal", "rope_scaling",
+        "num_experts", "auto_map",
     ),
     "generation_config.json": (
-        "temperature",
-        "top_k",
-        "repetition_penalty",
-        "min_length",
-        "suppress_tokens",
-        "do_sample",
+        "temperature", "top_k", "repetition_penalty", "min_length", "suppress_tokens", "do_sample",
     ),
     "tokenizer_config.json": (
-        "chat_template",
-        "added_tokens_decoder",
-        "auto_map",
-        "model_max_length",
+        "chat_template", "added_tokens_decoder", "auto_map", "model_max_length",
         "extra_special_tokens",
     ),
-}
+}  # fmt: skip
 """Of a target, with entries that they might have besides."""
 
 TELLING = {"sliding_window", "rope_parameters.rope_theta", "repetition_penalty"}

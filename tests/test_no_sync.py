@@ -35,12 +35,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "seed": 3},
     "filtered": {
-        "temperature": 0.8,
-        "top_k": 20,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "seed": 3,
-        "logprobs": True,
+        "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3, "logprobs": True,
     },
     "penalized": {
         "repetition_penalty": 1.3,
@@ -49,7 +44,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "min_tokens": 4,
         "top_logprobs": 3,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,9 @@ from verifiers.hf_attention import ATTENTION_NAME
 
 ROOT = Path(__file__).parents[1]
 MEMORY_ONLY = {
-    "_unsafe_view",
-    "detach",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "unbind",
-}
+    "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty",
+    "new_empty_strided", "unbind",
+}  # fmt: skip
 """Operations that compute nothing, beside views."""
 
 

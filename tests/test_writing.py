@@ -116,29 +116,15 @@ def test_nothing_goes_around_the_one_way() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "path.write_text('x')",
-        "path.write_bytes(b'x')",
-        "path.unlink()",
-        "os.unlink(path)",
-        "os.remove(path)",
-        "os.replace(a, b)",
-        "path.replace(other)",
-        "path.rename(other)",
-        "shutil.rmtree(path)",
-        "shutil.copy(a, b)",
-        "open(path, 'w')",
-        "path.open('a', encoding='utf-8')",
-        "path.open(mode='r+b')",
-        "os.open(path, os.O_WRONLY | os.O_CREAT)",
-        "torch.save(state, path)",
-        "save_file(tensors, path)",
-        "json.dump(value, file)",
-        "file.truncate(3)",
-        "Path(name).expanduser()",
-        "json.loads(path.read_text())",
-        "json.load(file)",
+        "path.write_text('x')", "path.write_bytes(b'x')", "path.unlink()", "os.unlink(path)",
+        "os.remove(path)", "os.replace(a, b)", "path.replace(other)", "path.rename(other)",
+        "shutil.rmtree(path)", "shutil.copy(a, b)", "open(path, 'w')",
+        "path.open('a', encoding='utf-8')", "path.open(mode='r+b')",
+        "os.open(path, os.O_WRONLY | os.O_CREAT)", "torch.save(state, path)",
+        "save_file(tensors, path)", "json.dump(value, file)", "file.truncate(3)",
+        "Path(name).expanduser()", "json.loads(path.read_text())", "json.load(file)",
     ],
-)
+)  # fmt: skip
 def test_a_way_around_is_found(line: str, tmp_path: Path) -> None:
     for package in PACKAGES:
         (tmp_path / package).mkdir()

@@ -209,14 +209,10 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         text = f"finish: drafts {name}: tau {replayed:.3f} in training, {tau:.3f} in the engine"
         say(f"{text}; {same:.0%} of answers as before")
     about = {
-        "step": state["step"],
-        "num_prompts": len(greedy),
-        "max_tokens": config.max_tokens,
-        "num_draft_tokens": model.config.max_draft_tokens,
-        "target": config.model,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(device),
-    }
+        "step": state["step"], "num_prompts": len(greedy), "max_tokens": config.max_tokens,
+        "num_draft_tokens": model.config.max_draft_tokens, "target": config.model,
+        "dtype": str(target.dtype).removeprefix("torch."), "device": str(device),
+    }  # fmt: skip
     report = write_report(config, agreements, about)
     for name, agreement in agreements.items():
         agreement.check(config.tolerance, name)

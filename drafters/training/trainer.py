@@ -375,14 +375,10 @@ class Trainer:
         optimizer = self.optimizer.state_dict()  # of all processes
         if self.rank == 0:
             state = {
-                "optimizer": optimizer,
-                "step": self.step,
-                "seconds": self.seconds,
-                "complete": self.progress >= 1,
-                "tau": self.tau,
-                "identity": self._identity(),
+                "optimizer": optimizer, "step": self.step, "seconds": self.seconds,
+                "complete": self.progress >= 1, "tau": self.tau, "identity": self._identity(),
                 "d2t": None if self.model.d2t is None else self.model.d2t.cpu(),
-            }
+            }  # fmt: skip
             save_state(self._folder, state)
 
     def _resume(self, state: dict[str, Any]) -> None:

@@ -244,20 +244,11 @@ def _svg(name: str, draw: Draw, *, legend_columns: int = 2, height: float = SIZE
     from matplotlib.figure import Figure
 
     settings = {
-        "font.size": FONT_SIZE,
-        "font.family": "sans-serif",
-        "svg.fonttype": "none",
-        "svg.hashsalt": name,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-        "axes.edgecolor": drawn("soft"),
-        "grid.color": drawn("rule"),
-        "hatch.color": drawn("page"),
-    }
+        "font.size": FONT_SIZE, "font.family": "sans-serif", "svg.fonttype": "none",
+        "svg.hashsalt": name, "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
+        "axes.spines.right": False, "axes.facecolor": "none", "figure.facecolor": "none",
+        "axes.edgecolor": drawn("soft"), "grid.color": drawn("rule"), "hatch.color": drawn("page"),
+    }  # fmt: skip
     texts = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
     settings |= dict.fromkeys(texts, drawn("ink"))
     with matplotlib.rc_context(settings):

@@ -137,14 +137,9 @@ class LeadingEngine(_RankEngine):
         launch = super()._plan(batch)
         shape, number = launch.shape, self._executor.number_of(self)
         numbers = [
-            STEP,
-            number,
-            shape.drafts,
-            shape.tree_depth,
-            _bits(shape.budget),
-            self.timer.enabled + 2 * launch.reads + 4 * launch.tries,
-            *state_of(self),
-        ]
+            STEP, number, shape.drafts, shape.tree_depth, _bits(shape.budget),
+            self.timer.enabled + 2 * launch.reads + 4 * launch.tries, *state_of(self),
+        ]  # fmt: skip
         cuts = [[*place, keep] for place, keep in self._cuts.items()]
         payload = pack([cuts, list(self._messages)], {}) if cuts or self._messages else b""
         self._executor.say(numbers, payload)

@@ -22,16 +22,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 OURS = (
-    "specdec/attention",
-    "specdec/engine",
-    "specdec/kv_cache",
-    "specdec/layers",
-    "specdec/model",
-    "specdec/sampling",
-    "drafters",
-    "verifiers",
-    "emulation",
-)
+    "specdec/attention", "specdec/engine", "specdec/kv_cache", "specdec/layers", "specdec/model",
+    "specdec/sampling", "drafters", "verifiers", "emulation",
+)  # fmt: skip
 KERNELS = "tests/specdec/kernels"
 NUMBERS = [f"tests/{part}" for part in OURS]
 """Where numbers are compared, beside the tests of whole generations and `KERNELS`."""
@@ -100,19 +93,9 @@ def run(name: str, paths: list[str], options: list[str], workers: int) -> tuple[
     if all(path.startswith(KERNELS) for path in paths):
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        str(workers),
-        "--dist",
-        "worksteal",
-        *(f"--ignore-glob={ROOT / one}" for one in READERS),
-    ]
+        sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-n",
+        str(workers), "--dist", "worksteal", *(f"--ignore-glob={ROOT / one}" for one in READERS),
+    ]  # fmt: skip
     done = subprocess.run(
         [*command, *options, *paths], cwd=ROOT, env=environment, capture_output=True, text=True
     )

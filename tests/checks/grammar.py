@@ -29,43 +29,13 @@ from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 
 WORDS = [
-    "id",
-    "name",
-    "status",
-    "count",
-    "price",
-    "tags",
-    "owner",
-    "city",
-    "kind",
-    "active",
-    "email",
-    "code",
-    "level",
-    "notes",
-    "size",
-    "color",
-    "unit",
-    "rate",
-    "parent",
-    "items",
-]
+    "id", "name", "status", "count", "price", "tags", "owner", "city", "kind", "active", "email",
+    "code", "level", "notes", "size", "color", "unit", "rate", "parent", "items",
+]  # fmt: skip
 VALUES = [
-    "low",
-    "medium",
-    "high",
-    "red",
-    "green",
-    "blue",
-    "on",
-    "off",
-    "draft",
-    "done",
-    "USD",
-    "EUR",
-    "cat",
-    "dog",
-]
+    "low", "medium", "high", "red", "green", "blue", "on", "off", "draft", "done", "USD", "EUR",
+    "cat", "dog",
+]  # fmt: skip
 PATTERNS = ["^[A-Z]{2}[0-9]{3}$", "^[a-z]{1,6}$", "^#[0-9a-f]{6}$", "^(yes|no)$", r"^\d{4}-\d{2}$"]
 CHECKED = ["date", "email", "ipv4", "uuid"]
 """Formats that `jsonschema` knows by itself."""

@@ -109,16 +109,9 @@ def served(
 ) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int], list[str]]]:
     """A server, where it listens, and the lines that it writes."""
     command = [
-        sys.executable,
-        "-m",
-        "specdec",
-        "serve",
-        "--port",
-        "0",
-        "--drain-seconds",
-        str(DRAIN),
+        sys.executable, "-m", "specdec", "serve", "--port", "0", "--drain-seconds", str(DRAIN),
         *options,
-    ]
+    ]  # fmt: skip
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     lines: list[str] = []
     try:
@@ -264,17 +257,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         model = args.model or str(save_tiny(Path(name)))
         options = [
-            "--model",
-            model,
-            "--drafter",
-            "ngram",
-            "--kv-memory",
-            "64M",
-            "--max-num-seqs",
-            "16",
-            "--front-processes",
-            str(args.fronts),
-        ]
+            "--model", model, "--drafter", "ngram", "--kv-memory", "64M", "--max-num-seqs", "16",
+            "--front-processes", str(args.fronts),
+        ]  # fmt: skip
         with served(options) as (server, address, lines):
             return _judge(args, server, address, lines)
 

@@ -122,16 +122,9 @@ _AROUND: list[Callable[[Any], Any]] = [
 ]
 _PATTERNS = ["(", ")", "[", "a{5,2}", "(?=a)b", r"\1", "*", "a**", "[z-a]", "\\"]
 _RULES = [
-    "root ::=",
-    "root ::= a",
-    "a ::= root",
-    'root ::= "',
-    "root ::= [",
-    "root ::= (",
-    "root = x",
-    "::=",
-    "root ::= |",
-]
+    "root ::=", "root ::= a", "a ::= root", 'root ::= "', "root ::= [", "root ::= (", "root = x",
+    "::=", "root ::= |",
+]  # fmt: skip
 _RULES += ["root ::= {2}", 'root ::= "a" ::= "b"']
 
 

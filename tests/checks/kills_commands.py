@@ -134,17 +134,9 @@ def _hashes(paths: Sequence[Path]) -> State:
 
 def _shared(root: Path) -> list[str]:
     return [
-        "--model",
-        str(root / "tiny"),
-        "--drafter",
-        "ngram",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--kv-memory",
-        "2M",
-    ]
+        "--model", str(root / "tiny"), "--drafter", "ngram", "--device", "cpu", "--dtype",
+        "float32", "--kv-memory", "2M",
+    ]  # fmt: skip
 
 
 def _journals(folder: Path) -> State:
@@ -186,27 +178,15 @@ def commands(root: Path) -> dict[str, Command]:
     bench = ["bench", *shared, "--sets", "tiny", "--data", f"tiny={root / 'set.jsonl'}", "-k", "2"]
     bench += ["--max-tokens", "8", "--repeats", "1", "--raw", "--out", "link"]
     evaluate = [
+        "eval", *shared, "--tasks", "bundled", "--limit", "3", "--max-tokens", "12", "--out",
         "eval",
-        *shared,
-        "--tasks",
-        "bundled",
-        "--limit",
-        "3",
-        "--max-tokens",
-        "12",
-        "--out",
-        "eval",
-    ]
+    ]  # fmt: skip
 
     def train(folder: Path) -> list[str]:
         changes = {
-            "out": "run",
-            "max_steps": 30,
-            "max_tokens": 16,
-            "heldout": 4,
-            "max_prompts": 60,
+            "out": "run", "max_steps": 30, "max_tokens": 16, "heldout": 4, "max_prompts": 60,
             "shard_size": 20,
-        }
+        }  # fmt: skip
         return ["train", *as_flags(toy_config(root / "toy", **changes, save_every=0.01))]
 
     def trained(folder: Path) -> Any:

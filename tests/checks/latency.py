@@ -57,17 +57,10 @@ _LATENT = {
     "v_head_dim": 128,
 }
 _TINY = {
-    "vocab_size": 100,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 512,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "q_lora_rank": 32,
-}
+    "vocab_size": 100, "num_hidden_layers": 2, "max_position_embeddings": 512, "hidden_size": 64,
+    "intermediate_size": 64, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 32,
+}  # fmt: skip
 """The heads stay as they are: kernels have no others."""
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(

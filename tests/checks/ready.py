@@ -95,15 +95,9 @@ def child(drafter: str, cache: str) -> dict[str, Any]:
     """What `measure` finds in a process of its own with that cache."""
     environment = os.environ | {"TRITON_CACHE_DIR": cache}
     command = [
-        sys.executable,
-        "-m",
-        "tests.checks.ready",
-        *sys.argv[1:],
-        "--inside",
-        drafter,
-        "--since",
+        sys.executable, "-m", "tests.checks.ready", *sys.argv[1:], "--inside", drafter, "--since",
         repr(time.time()),
-    ]
+    ]  # fmt: skip
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return found

@@ -151,20 +151,8 @@ def cases_of(context: int) -> list[Case]:
     """Requests of all kinds, for a model with so much context."""
     rng, found = random.Random(0), []
     words = [
-        "the",
-        "sun",
-        "is",
-        "warm",
-        "and",
-        "sea",
-        "far",
-        "but",
-        "we",
-        "can",
-        "go",
-        "by",
-        "train",
-    ]
+        "the", "sun", "is", "warm", "and", "sea", "far", "but", "we", "can", "go", "by", "train",
+    ]  # fmt: skip
     for number in range(24):
         length = rng.choice([3, 20, 60])
         prompt = " ".join(rng.choice(words) for _ in range(length))

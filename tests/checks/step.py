@@ -39,15 +39,9 @@ from tests.checks.random_targets import SHAPES, random_verifier
 from tests.helpers.card import BLOCK
 
 TINY: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "vocab_size": 512,
-}
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 7,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512,
+}  # fmt: skip
 """To rehearse with, where there is no GPU."""
 
 

@@ -139,16 +139,10 @@ type.
 """
 
 _PUBLIC = {
-    "glm4_moe": "GLM-4.5",
-    "gemma4_text": "gemma-4-31B-it",
-    "gpt_oss": "gpt-oss-120b",
-    "llama": "Llama-3.1-8B-Instruct",
-    "qwen3": "Qwen3-8B",
-    "qwen3_5_moe_text": "Qwen3.5-35B-A3B",
-    "qwen3_5_text": "Qwen3.5-27B",
-    "qwen3_moe": "Qwen3-30B-A3B",
-    "qwen3_next": "Qwen3-Next-80B-A3B",
-}
+    "glm4_moe": "GLM-4.5", "gemma4_text": "gemma-4-31B-it", "gpt_oss": "gpt-oss-120b",
+    "llama": "Llama-3.1-8B-Instruct", "qwen3": "Qwen3-8B", "qwen3_5_moe_text": "Qwen3.5-35B-A3B",
+    "qwen3_5_text": "Qwen3.5-27B", "qwen3_moe": "Qwen3-30B-A3B", "qwen3_next": "Qwen3-Next-80B-A3B",
+}  # fmt: skip
 """From model types to names in `tests/verifiers/public_targets.json`."""
 
 _USUAL: dict[str, dict[str, Any]] = {
@@ -427,14 +421,9 @@ def _example(model_type: str) -> tuple[str, Needs]:
         entries = {"model_type": model_type, **changes}
     device, dtype = torch.device("cpu"), torch.bfloat16
     return name, needs_of(
-        entries,
-        name=name,
-        device=device,
-        dtype=dtype,
-        gpu_bytes=10**12,
-        total_size=1,
+        entries, name=name, device=device, dtype=dtype, gpu_bytes=10**12, total_size=1,
         divides=False,
-    )
+    )  # fmt: skip
 
 
 def _wrapper_lines() -> Iterator[str]:

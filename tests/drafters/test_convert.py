@@ -141,13 +141,9 @@ def test_public_drafters(layout: str, tmp_path: Path) -> None:
 def layers_of(config: Any) -> dict[str, Any]:
     """What an EAGLE-3 head's layers compute with."""
     names = (
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-    )
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "rms_norm_eps",
+    )  # fmt: skip
     return {
         name: getattr(config.layers, name)
         for name in (*names, "rope_parameters", "attention_bias", "max_position_embeddings")

@@ -98,18 +98,12 @@ def test_other_targets_get_ngram_and_the_summary_says_so(target: Path, capsys: C
     assert (
         main(
             [
-                "generate",
-                "abc",
-                "--raw",
-                "--model",
-                str(target),
-                "--max-tokens",
-                "8",
+                "generate", "abc", "--raw", "--model", str(target), "--max-tokens", "8",
                 "--ignore-eos",
             ]
         )
         == 0
-    )
+    )  # fmt: skip
     assert "(drafter ngram, k up to 8, trees of up to 7 drafts)" in capsys.readouterr().err
 
 

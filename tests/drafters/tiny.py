@@ -49,22 +49,14 @@ def tiny_target(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen3Config(
         **{
-            "vocab_size": VOCAB,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 48,
-            "num_hidden_layers": TARGET_LAYERS,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 512,
-            "initializer_range": 0.3,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
+            "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48,
+            "num_hidden_layers": TARGET_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.3,
+            "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
             "tie_word_embeddings": False,
         }
         | changes
-    )
+    )  # fmt: skip
     return Qwen3ForCausalLM(config).eval().requires_grad_(False)
 
 

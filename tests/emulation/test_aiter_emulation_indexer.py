@@ -33,12 +33,8 @@ class Indexed:
     ) -> None:
         torch.manual_seed(3)
         self.fp8, self.size, self.preshuffle, self.lengths, self.next_n = (
-            fp8,
-            size,
-            preshuffle,
-            lengths,
-            next_n,
-        )
+            fp8, size, preshuffle, lengths, next_n,
+        )  # fmt: skip
         self.key = torch.randn(sum(lengths), DIM).bfloat16()
         self.key[4] *= 1e-6  # smaller than any key is scaled for
         width = -(-max(lengths) // size)

@@ -113,21 +113,11 @@ class Rope:
     def __call__(self, aiter: Any, **changes: Any) -> tuple[Tensor, ...]:
         """What the function returns, some of whose arguments are changed."""
         arguments = {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-            "key_cache": self.key_cache,
-            "value_cache": self.value_cache,
-            "slot_mapping": self.slots,
-            "pos": torch.arange(ROWS),
-            "cos": self.cos,
-            "sin": self.sin,
-            "k_scale": None,
-            "v_scale": None,
-            "is_neox": True,
-            "flash_layout": self.flash_layout,
-            "output_zeros": False,
-        }
+            "q": self.q, "k": self.k, "v": self.v, "key_cache": self.key_cache,
+            "value_cache": self.value_cache, "slot_mapping": self.slots, "pos": torch.arange(ROWS),
+            "cos": self.cos, "sin": self.sin, "k_scale": None, "v_scale": None, "is_neox": True,
+            "flash_layout": self.flash_layout, "output_zeros": False,
+        }  # fmt: skip
         found: tuple[Tensor, ...] = getattr(aiter, ROPE)(**arguments | changes)
         return found
 

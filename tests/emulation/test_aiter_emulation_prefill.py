@@ -49,26 +49,18 @@ class Prefill:
         """The outputs of the planner, by its own names."""
         sizes = aiter.get_ps_metadata_info_v1(len(self.widths), self.heads, max(self.widths))
         names = (
-            "work_metadata_ptrs",
-            "work_indptr",
-            "work_info",
-            "reduce_indptr",
-            "reduce_final_map",
+            "work_metadata_ptrs", "work_indptr", "work_info", "reduce_indptr", "reduce_final_map",
             "reduce_partial_map",
-        )
+        )  # fmt: skip
         plan = {
             name: torch.full(shape if isinstance(shape, tuple) else (shape,), 77).to(dtype)
             for name, (shape, dtype) in zip(names, sizes, strict=True)
         }
         arguments = {
-            "seqlens_qo_indptr": self.queries,
-            "pages_kv_indptr": self.keys,
-            "context_lens": torch.tensor(self.lengths, dtype=torch.int32),
-            "gqa_ratio": 1,
-            "num_heads_k": self.heads,
-            "kvlen_granularity": 128,
-            "block_size": 1,
-        }
+            "seqlens_qo_indptr": self.queries, "pages_kv_indptr": self.keys,
+            "context_lens": torch.tensor(self.lengths, dtype=torch.int32), "gqa_ratio": 1,
+            "num_heads_k": self.heads, "kvlen_granularity": 128, "block_size": 1,
+        }  # fmt: skip
         aiter.get_ps_metadata_v1(**{**arguments, **plan, **changes})
         return plan
 

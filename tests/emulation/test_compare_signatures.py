@@ -35,13 +35,9 @@ def test_comparison_with_an_installation(
 def git(repository: Path, *arguments: str) -> None:
     """Runs git as nobody in particular."""
     who = [
-        "-c",
-        "user.name=nobody",
-        "-c",
-        "user.email=nobody@example.com",
-        "-c",
+        "-c", "user.name=nobody", "-c", "user.email=nobody@example.com", "-c",
         "commit.gpgsign=false",
-    ]
+    ]  # fmt: skip
     subprocess.run(
         ["git", "-C", str(repository), *who, *arguments], check=True, capture_output=True
     )

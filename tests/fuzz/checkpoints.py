@@ -34,12 +34,8 @@ from verifiers.needs import read_needs
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 ENGINE = EngineConfig(max_num_seqs=1, num_draft_tokens=2, cache=CacheConfig(memory_bytes=2**20))
 ENTRIES = [
-    "num_hidden_layers",
-    "layer_types",
-    "sliding_window",
-    "quantization_config",
-    "text_config",
-]
+    "num_hidden_layers", "layer_types", "sliding_window", "quantization_config", "text_config",
+]  # fmt: skip
 ENTRIES += ["rope_parameters", "rope_scaling", "auto_map", "eos_token_id", "head_dim", "vocab_size"]
 ENTRIES += [
     "num_kv_shared_layers",
@@ -91,13 +87,9 @@ def drafter(draw: Random) -> dict[str, Any]:
         return {"README.md": {"$raw": f"---\n{written(card)}\n---\n"}}
     config = config_json(sound().config, "z-lab", dtype="float32")
     names = [
-        *ENTRIES,
-        "block_size",
-        "dflash_config",
-        "mask_token_id",
-        "target_layer_ids",
+        *ENTRIES, "block_size", "dflash_config", "mask_token_id", "target_layer_ids",
         "architectures",
-    ]
+    ]  # fmt: skip
     return {"config.json": changed(draw, config, names)}
 
 

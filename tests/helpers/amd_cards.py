@@ -15,16 +15,10 @@ from specdec.attention.triton import fa as triton_fa
 from tests.helpers.aiter_emulation import Machine, install
 
 CARDS = {
-    "gfx90a": "MI210, MI250",
-    "gfx942": "MI300X, MI325X",
-    "gfx950": "MI350X, MI355X",
-    "gfx1030": "RX 6900",
-    "gfx1100": "RX 7900",
-    "gfx1151": "Strix Halo",
-    "gfx1200": "RX 9060",
-    "gfx1201": "R9700, RX 9070",
-    "gfx1250": "MI455X",
-}
+    "gfx90a": "MI210, MI250", "gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X",
+    "gfx1030": "RX 6900", "gfx1100": "RX 7900", "gfx1151": "Strix Halo", "gfx1200": "RX 9060",
+    "gfx1201": "R9700, RX 9070", "gfx1250": "MI455X",
+}  # fmt: skip
 SHALLOW = "0.1.dev1+g0123abc"
 AITER = {None: "none", "0.1.16": "0.1.16", "0.1.20": "0.1.20", "0.1.23": "0.1.23"}
 AITER |= {SHALLOW: "shallow clone"}

@@ -20,13 +20,9 @@ from tests.helpers.trees import Parents, sight_of, with_trees
 def spec(**changes: Any) -> AttentionSpec:
     """A shape that every kernel takes."""
     values: dict[str, Any] = {
-        "device": torch.device("cpu"),
-        "dtype": torch.bfloat16,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "block_size": 16,
-    }
+        "device": torch.device("cpu"), "dtype": torch.bfloat16, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": 64, "block_size": 16,
+    }  # fmt: skip
     return AttentionSpec(**{**values, **changes})
 
 

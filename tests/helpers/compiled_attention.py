@@ -24,14 +24,9 @@ def attention_kernels(target: "Target", *, every_shape: bool) -> Iterator[tuple[
     lead = every_shape or target.leads
     wide: dict[str, Any] = {"head_dim": 128, "group": 4, "width": 16, "splits": 8}
     small: dict[str, Any] = {
-        "head_dim": 64,
-        "group": 3,
-        "width": 1,
-        "splits": 1,
-        "CAUSAL": False,
-        "WINDOW": 128,
+        "head_dim": 64, "group": 3, "width": 1, "splits": 1, "CAUSAL": False, "WINDOW": 128,
         "SOFTCAP": True,
-    }
+    }  # fmt: skip
     tree: dict[str, Any] = {**wide, "tree": True}
     if lead or target.follows:
         yield "attention, heads of 128", attention(target, "bf16", **wide)
@@ -119,24 +114,14 @@ def prefill(
     """The kernel for prompts, with the tile it would be launched with."""
     tile = triton_prefill.prefill_tile(group, head_dim, torch.bfloat16, target.shared_memory)
     values: dict[str, Any] = {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "BLOCK_SIZE": 16,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_D": triton_attention.padded(head_dim),
-        "WINDOW": None,
-        "SOFTCAP": False,
-        "OVERLAP": target.overlaps,
-    }
+        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n, "BLOCK_D": triton_attention.padded(head_dim), "WINDOW": None,
+        "SOFTCAP": False, "OVERLAP": target.overlaps,
+    }  # fmt: skip
     types = {
-        "query": "bf16",
-        "key_cache": cache,
-        "value_cache": cache,
-        "output": "bf16",
-        "sinks": "bf16",
-        "earlier": "bf16",
-    }
+        "query": "bf16", "key_cache": cache, "value_cache": cache, "output": "bf16",
+        "sinks": "bf16", "earlier": "bf16",
+    }  # fmt: skip
     return compile_for(
         triton_prefill._prefill_kernel,
         target.compiler,

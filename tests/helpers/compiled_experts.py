@@ -95,18 +95,11 @@ def router(target: "Target", routing: Routing, parts: int, shared: int = 0) -> A
     experts that have a gate.
     """
     constants = {
-        "EXPERTS": routing.num_experts,
-        "TOP_K": routing.top_k,
-        "GROUPS": routing.num_groups,
-        "TOP_GROUPS": routing.topk_groups,
-        "SIGMOID": routing.scores == "sigmoid",
-        "RENORMALIZED": routing.renormalized,
-        "PARTS": parts,
-        "SHARED": shared,
-        "SHARED_GATE": shared > 0,
-        "OVERLAP": target.overlaps,
-        "gate_bias": None,
-    }
+        "EXPERTS": routing.num_experts, "TOP_K": routing.top_k, "GROUPS": routing.num_groups,
+        "TOP_GROUPS": routing.topk_groups, "SIGMOID": routing.scores == "sigmoid",
+        "RENORMALIZED": routing.renormalized, "PARTS": parts, "SHARED": shared,
+        "SHARED_GATE": shared > 0, "OVERLAP": target.overlaps, "gate_bias": None,
+    }  # fmt: skip
     return compile_for(
         triton_router._route_kernel,
         target.compiler,

@@ -179,16 +179,9 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
             kernel,
         )
     ranks = {
-        "WIDTH": 4096,
-        "PARTS": 4,
-        "SCALED": False,
-        "BLOCK": 4096,
-        "after": None,
-        "factor": None,
-        "MOST": 64,
-        "RANK": 1,
-        "SIZE": 2,
-    }
+        "WIDTH": 4096, "PARTS": 4, "SCALED": False, "BLOCK": 4096, "after": None, "factor": None,
+        "MOST": 64, "RANK": 1, "SIZE": 2,
+    }  # fmt: skip
     yield (
         "norm over ranks",
         compiled(

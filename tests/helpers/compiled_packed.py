@@ -203,12 +203,8 @@ def experts(
         weight, tile.num_warps if few else 1, weight.device
     )
     constants: dict[str, Any] = {
-        "WIDTH": width,
-        "INPUTS": hidden,
-        "x_stride": hidden,
-        "TOP_K": top_k,
-        "ACTIVATION": kind,
-    }
+        "WIDTH": width, "INPUTS": hidden, "x_stride": hidden, "TOP_K": top_k, "ACTIVATION": kind,
+    }  # fmt: skip
     constants |= {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,

@@ -26,13 +26,9 @@ BY_KEY = {"KEY_HEADS": 32, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, 
 """Of Kimi Linear, with as many decays as keys."""
 INTEGERS = dict.fromkeys(("slots", "starts", "counts", "lengths"), "i64") | {"first_rows": "i32"}
 FLOATS = {
-    "factors": "fp32",
-    "gates": "fp32",
-    "state": "fp32",
-    "skip": "fp32",
-    "rate": "fp32",
+    "factors": "fp32", "gates": "fp32", "state": "fp32", "skip": "fp32", "rate": "fp32",
     "sums": "fp32",
-}
+}  # fmt: skip
 
 
 def recurrence_kernels(

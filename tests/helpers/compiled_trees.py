@@ -24,13 +24,9 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
     """Candidates of a vocabulary of 152 k, trees of 64 of them, and the rows of their paths."""
     compiled, overlap = partial(compile_for, target=target.compiler), {"OVERLAP": target.overlaps}
     numbers = {
-        "logits": "bf16",
-        "floats": "fp32",
-        "ints": "i64",
-        "positions": "i64",
-        "least": "fp32",
+        "logits": "bf16", "floats": "fp32", "ints": "i64", "positions": "i64", "least": "fp32",
         "weights": "fp32",
-    }
+    }  # fmt: skip
     parts = {"maxima": "i64", "parts": "fp32"}
     sizes = {
         "SAMPLED": True,
@@ -53,17 +49,11 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
     )
     fields = dict.fromkeys(
         (
-            "parents",
-            "depths",
-            "ancestors",
-            "ranks",
-            "places",
-            "token_ids",
-            "target_ids",
+            "parents", "depths", "ancestors", "ranks", "places", "token_ids", "target_ids",
             "num_drafts",
         ),
         "i64",
-    )
+    )  # fmt: skip
     paths = {"edges": "fp32", "totals": "fp32", "path": "i64", "num_accepted": "i64"}
     shape = {"NODES": 64, "DEPTH": 15} | overlap
     yield (
@@ -100,13 +90,9 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
         ),
     )
     tree = {
-        "tokens": "i64",
-        "parents": "i64",
-        "depths": "i64",
-        "logs": "fp32",
-        "counts": "i64",
+        "tokens": "i64", "parents": "i64", "depths": "i64", "logs": "fp32", "counts": "i64",
         "shifts": "fp32",
-    }
+    }  # fmt: skip
     yield (
         "union of trees",
         compiled(
@@ -149,13 +135,9 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
         ),
     )
     rows = {
-        "seq_lens": "i64",
-        "block_table": "i32",
-        "positions": "i64",
-        "slots": "i64",
-        "lengths": "i32",
-        "starts": "i32",
-    }
+        "seq_lens": "i64", "block_table": "i32", "positions": "i64", "slots": "i64",
+        "lengths": "i32", "starts": "i32",
+    }  # fmt: skip
     of_blocks = {"WIDTH": 16, "BLOCK_SIZE": 16, **overlap}
     yield (
         "rows of blocks",
@@ -190,12 +172,8 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
             ),
         )
     follows = {
-        "path": "i64",
-        "token_ids": "i64",
-        "features": "bf16",
-        "kept_ids": "i64",
-        "kept": "bf16",
-    }
+        "path": "i64", "token_ids": "i64", "features": "bf16", "kept_ids": "i64", "kept": "bf16",
+    }  # fmt: skip
     of_rows = {"ROWS": 64, "WIDTH": 16, "FEATURES": 2880, "BLOCK": 1024, **overlap}
     yield (
         "features of a path",
@@ -210,13 +188,9 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
         ),
     )
     tables = {
-        "left": "bf16",
-        "columns": "i64",
-        "right": "bf16",
-        "scores": "fp32",
-        "scale": "fp32",
+        "left": "bf16", "columns": "i64", "right": "bf16", "scores": "fp32", "scale": "fp32",
         "edges": "fp32",
-    }
+    }  # fmt: skip
     of_head = {
         "RANK": 128,
         "COUNT": 16,

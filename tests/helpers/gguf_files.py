@@ -13,15 +13,11 @@ from torch import Tensor
 from tests.helpers.tiny_configs import VOCAB
 
 COMMON = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "block_count": "num_hidden_layers",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_epsilon": "norm_epsilon",
-}
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_epsilon": "norm_epsilon",
+}  # fmt: skip
 ROTATES_NEIGHBORS = {"granite", "granitehybrid", "llama", "mistral3", "smollm3"}
 ADDS_ONE = {"gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next"}
 

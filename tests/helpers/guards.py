@@ -13,25 +13,11 @@ from specdec.engine.engine import SpecEngine
 from specdec.sampling import noise
 
 _SYNCING_METHODS = (
-    "item",
-    "cpu",
-    "tolist",
-    "numpy",
-    "nonzero",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-)
+    "item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__",
+)  # fmt: skip
 _SYNCING_OPS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "_unique2",
-    "is_nonzero",
-    "equal",
-)
+    "_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "is_nonzero", "equal",
+)  # fmt: skip
 
 
 class HostSyncError(AssertionError):

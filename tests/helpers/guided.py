@@ -35,14 +35,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.2},
     "filtered": {
-        "temperature": 1.1,
-        "top_k": 9,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "repetition_penalty": 1.3,
+        "temperature": 1.1, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3,
         "logprobs": True,
     },
-}
+}  # fmt: skip
 
 
 class GuidedCase:

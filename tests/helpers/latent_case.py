@@ -21,15 +21,10 @@ from tests.helpers.trees import Parents, sight_of, with_trees
 def spec(**changes: Any) -> MlaSpec:
     """The shape of DeepSeek-V2-Lite, which every kernel takes."""
     values: dict[str, Any] = {
-        "device": torch.device("cpu"),
-        "dtype": torch.bfloat16,
-        "num_heads": 16,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        "device": torch.device("cpu"), "dtype": torch.bfloat16, "num_heads": 16,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
         "block_size": 16,
-    }
+    }  # fmt: skip
     return MlaSpec(**{**values, **changes})
 
 

@@ -29,12 +29,8 @@ class Latents:
     ) -> None:
         torch.manual_seed(1)
         self.lengths, self.heads, self.query_len, self.causal, self.rank = (
-            lengths,
-            heads,
-            query_len,
-            causal,
-            rank,
-        )
+            lengths, heads, query_len, causal, rank,
+        )  # fmt: skip
         num_slots, width = sum(lengths) + 5, rank + rope
         self.latents = torch.randn(num_slots, width).to(cache)
         self.indices = torch.randperm(num_slots)[: sum(lengths)].int()
@@ -60,13 +56,9 @@ class Latents:
             fast_mode=True,
         )
         names = (
-            "work_meta_data",
-            "work_indptr",
-            "work_info_set",
-            "reduce_indptr",
-            "reduce_final_map",
+            "work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map",
             "reduce_partial_map",
-        )
+        )  # fmt: skip
         plan = {
             name: torch.full(shape if isinstance(shape, tuple) else (shape,), 77).to(dtype)
             for name, (shape, dtype) in zip(names, sizes, strict=True)
@@ -81,17 +73,12 @@ class Latents:
             for name, tensor in plan.items()
         }
         arguments = {
-            "seqlens_qo_indptr": self.queries,
-            "seqlens_kv_indptr": self.keys,
-            "kv_last_page_lens": self.pages,
-            "num_heads_per_head_k": self.heads,
-            "num_heads_k": 1,
-            "is_causal": self.causal,
-            "max_seqlen_qo": self.query_len,
-            "uni_seqlen_qo": self.query_len,
-            "dtype_q": self.q.dtype,
+            "seqlens_qo_indptr": self.queries, "seqlens_kv_indptr": self.keys,
+            "kv_last_page_lens": self.pages, "num_heads_per_head_k": self.heads, "num_heads_k": 1,
+            "is_causal": self.causal, "max_seqlen_qo": self.query_len,
+            "uni_seqlen_qo": self.query_len, "dtype_q": self.q.dtype,
             "dtype_kv": self.latents.dtype,
-        }
+        }  # fmt: skip
         aiter.get_mla_metadata_v1(**{**arguments, **outputs, **changes})
 
     def decode(self, aiter: Any, plan: dict[str, Tensor] | None, **changes: Any) -> Any:

@@ -25,28 +25,18 @@ from tests.helpers.bounds import Float64, assert_as_exact
 def spec(**changes: Any) -> MlaSpec:
     """A small shape, which selects 6 positions of each sequence."""
     values: dict[str, Any] = {
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "num_heads": 4,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 8,
-        "block_size": 16,
+        "device": torch.device("cpu"), "dtype": torch.float32, "num_heads": 4, "kv_lora_rank": 32,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 8, "block_size": 16,
         "indexer": IndexerSpec(num_heads=16, head_dim=32, topk=6),
-    }
+    }  # fmt: skip
     return MlaSpec(**{**values, **changes})
 
 
 REAL: dict[str, Any] = {
-    "dtype": torch.bfloat16,
-    "num_heads": 16,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
+    "dtype": torch.bfloat16, "num_heads": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128,
     "indexer": IndexerSpec(num_heads=64, head_dim=128, topk=6),
-}
+}  # fmt: skip
 """The sizes the kernels are built for."""
 
 

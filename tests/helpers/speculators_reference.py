@@ -12,12 +12,8 @@ from pydantic import BaseModel
 from torch import Tensor
 
 _FOR_DATA_ALONE = (
-    "openai",
-    "openai.types",
-    "openai.types.chat",
-    "openai.types.completion",
-    "hs_connectors",
-)
+    "openai", "openai.types", "openai.types.chat", "openai.types.completion", "hs_connectors",
+)  # fmt: skip
 """Packages that it imports for the generation of data, which no test does."""
 
 

@@ -120,11 +120,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "text_config": {**PLAIN, **_sections(1, 1, 2)},
         "vision_config": {
-            "embed_dim": 32,
-            "hidden_size": 32,
-            "depth": 1,
-            "num_heads": 2,
-            "mlp_ratio": 1,
+            "embed_dim": 32, "hidden_size": 32, "depth": 1, "num_heads": 2, "mlp_ratio": 1,
         },
         **_PICTURES,
     },
@@ -171,7 +167,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": _QWEN_TOWER,
         **_PICTURES,
     },
-}
+}  # fmt: skip
 """One per composite, the part before an underscore and a word being no model type of its own."""
 
 

@@ -26,14 +26,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     },
     "sampled": {"temperature": 0.8},
     "filtered": {
-        "temperature": 1.1,
-        "top_k": 30,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "repetition_penalty": 1.3,
+        "temperature": 1.1, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3,
         "logprobs": True,
     },
-}
+}  # fmt: skip
 
 
 class TreeCase:

@@ -41,14 +41,10 @@ FAMILIES: dict[str, Any] = {
     "deepseek_v32": lambda: LATENT_CONFIGS["deepseek_v32"]().to_dict(),
     "composite": lambda: COMPOSITE,
     "gpt2": lambda: {
-        "model_type": "gpt2",
-        "n_layer": 2,
-        "n_embd": 32,
-        "n_head": 2,
-        "vocab_size": 97,
+        "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 97,
         "n_positions": 40,
     },
-}
+}  # fmt: skip
 
 
 def entries_of(family: str) -> dict[str, Any]:

@@ -196,21 +196,16 @@ def test_embeddings_are_a_feature_too(fuse: bool) -> None:
         {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
         {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
         {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128,
             "partial_rotary_factor": 0.5,
         },
     ],
     ids=lambda rope: rope["rope_type"] + "_partial" * ("partial_rotary_factor" in rope),
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_angles_are_those_of_transformers(rope: dict[str, Any], dtype: torch.dtype) -> None:
     """To the bit: a frequency, an amplitude or a rounding of our own would shift every key."""

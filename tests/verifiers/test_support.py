@@ -311,23 +311,12 @@ def test_a_supported_model_passes() -> None:
 def tiny(model_type: str) -> PreTrainedConfig:
     """The architecture with few and small layers, of every kind of layer it knows."""
     sizes: dict[str, Any] = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": WINDOW,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": WINDOW, "bos_token_id": 1, "eos_token_id": 2,
         "pad_token_id": 0,
-    }
+    }  # fmt: skip
     default = AutoConfig.for_model(model_type)
     known = {name: value for name, value in sizes.items() if hasattr(default, name)}
     if model_type == "gpt_bigcode":

@@ -20,18 +20,10 @@ from verifiers.formats.toolkits.modelopt import ModelOpt
 from verifiers.formats.toolkits.quark import Quark
 
 FORMATS: dict[str, Callable[[Settings], Format]] = {
-    "auto-round": AutoRound,
-    "awq": Awq,
-    "bitsandbytes": BitsAndBytes,
-    "compressed-tensors": CompressedTensors,
-    "fbgemm-fp8": Float8,
-    "fp8": Float8,
-    "gptq": Gptq,
-    "modelopt": ModelOpt,
-    "mxfp4": Mxfp4,
-    "mxfp8": Float8,
-    "quark": Quark,
-}
+    "auto-round": AutoRound, "awq": Awq, "bitsandbytes": BitsAndBytes,
+    "compressed-tensors": CompressedTensors, "fbgemm-fp8": Float8, "fp8": Float8, "gptq": Gptq,
+    "modelopt": ModelOpt, "mxfp4": Mxfp4, "mxfp8": Float8, "quark": Quark,
+}  # fmt: skip
 """What is read, by `quant_method`."""
 
 QUANTIZATION = "hf_quant_config.json"

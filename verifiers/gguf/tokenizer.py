@@ -102,15 +102,11 @@ SPLITS: Mapping[str, Splits] = {
     "seed-coder": (rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}",),
     "bailingmoe": (rf"{_WORDS}|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",),
     "deepseek-coder": (
-        r"[\r\n]",
-        r"\s?\p{L}+",
-        r"\s?\p{P}+",
-        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
-        _DIGITS,
-        _GPT2,
+        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        _DIGITS, _GPT2,
     ),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
-}
+}  # fmt: skip
 """How text is split, by name: expressions one after the other; `_GPT2` stands for GPT-2's own."""
 
 WHOLE_WORDS = frozenset({

@@ -56,13 +56,9 @@ class Family:
             return None
         stated = keys.find("gating")
         names: dict[Any, AttentionGate | None] = {
-            None: "per-head",
-            True: "per-head",
-            False: None,
-            "disabled": None,
-            "per-head": "per-head",
-            "per-element": "per-element",
-        }
+            None: "per-head", True: "per-head", False: None, "disabled": None,
+            "per-head": "per-head", "per-element": "per-element",
+        }  # fmt: skip
         known = isinstance(stated, bool | str | None) and stated in names
         require(
             known,

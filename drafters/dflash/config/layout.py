@@ -50,13 +50,9 @@ _OWN_KEYS = {
 }  # fmt: skip
 
 _BESIDE_LAYERS = {
-    "max_window_layers",
-    "coupling",
-    "dflare_config",
-    "dflash_config",
-    "embed_requires_grad",
+    "max_window_layers", "coupling", "dflare_config", "dflash_config", "embed_requires_grad",
     "max_anchors",
-}
+}  # fmt: skip
 """What else a file of speculators may say."""
 
 _OF_FLAT_FILES = {

@@ -200,14 +200,10 @@ class _Writer:
     def record(self, result: GenerationResult, job: Job) -> tuple[list[Row], Job | None]:
         """What an answer leaves in its file, and the job of the user's next turn, if any."""
         row: Row = {
-            "prompt_ids": result.prompt_token_ids,
-            "answer_ids": result.token_ids,
-            "source": job.prompt.source,
-            "template": "few-shot" if job.prompt.few_shot else "chat",
-            "temperature": job.temperature,
-            "seed": job.seed,
-            "finish_reason": result.finish_reason,
-        }
+            "prompt_ids": result.prompt_token_ids, "answer_ids": result.token_ids,
+            "source": job.prompt.source, "template": "few-shot" if job.prompt.few_shot else "chat",
+            "temperature": job.temperature, "seed": job.seed, "finish_reason": result.finish_reason,
+        }  # fmt: skip
         rows = chained(job.rows, row)
         if len(job.said) == len(job.prompt.later) or result.finish_reason != "stop":
             return rows, None

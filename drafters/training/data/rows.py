@@ -45,13 +45,9 @@ _READ |= {"role", "from", "content", "value", "input_ids", "loss_mask", "prompt_
 
 _WAY_OUT = "give a text file with one prompt per line, JSON lines, a JSON array, or parquet"
 _ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "developer": "system",
-}
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "model": "assistant", "developer": "system",
+}  # fmt: skip
 _TEST_SPLIT = re.compile(r"(^|[^a-z])(test|validation|heldout|eval)([^a-z]|$)", re.IGNORECASE)
 
 Row = dict[str, Any]

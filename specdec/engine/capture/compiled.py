@@ -97,14 +97,7 @@ def needs(engine: SpecEngine) -> str:
     if drafter is not None:
         drafter = type(drafter), drafter.weight_bytes, drafter.kv_specs, engine.planner.shapes
     about: tuple[Any, ...] = (
-        os.environ.get(self_check.VARIABLE),
-        target.name,
-        target.weight_bytes,
-        target.dtype,
-        target.kv_specs,
-        type(target.attention),
-        target.attention.spec,
-        drafter,
-        config,
-    )
+        os.environ.get(self_check.VARIABLE), target.name, target.weight_bytes, target.dtype,
+        target.kv_specs, type(target.attention), target.attention.spec, drafter, config,
+    )  # fmt: skip
     return repr(about)

@@ -19,14 +19,9 @@ from specdec.grammar.schema.characters import LAST, Characters, named
 CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 
 GROUPS = {
-    "(?<=": "a lookbehind",
-    "(?<!": "a lookbehind",
-    "(?>": "an atomic group",
-    "(?P=": "a back-reference",
-    "(?P>": "a recursion",
-    "(?#": "a comment",
-    "(?(": "a condition",
-}
+    "(?<=": "a lookbehind", "(?<!": "a lookbehind", "(?>": "an atomic group",
+    "(?P=": "a back-reference", "(?P>": "a recursion", "(?#": "a comment", "(?(": "a condition",
+}  # fmt: skip
 """What is refused by name."""
 
 GROUP = re.compile(r"\(\?(?::|=|!|P?<[A-Za-z_]\w*>)|\((?!\?)", re.ASCII)

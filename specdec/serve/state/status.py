@@ -17,21 +17,11 @@ def status_of(front: Front, seconds: float) -> dict[str, Any]:
     """
     totals, engine, numbers = front.count(), front.engine.facts, front.engine.numbers
     return {
-        "model": front.names[0],
-        "drafter": front.drafter,
-        "seconds": seconds,
-        "running": numbers.running,
-        "waiting": front.num_waiting,
-        "max_num_seqs": engine.max_num_seqs,
-        "blocks_used": numbers.blocks_used,
-        "blocks": engine.num_blocks,
-        "finished": sum(totals.finished.values()),
-        "output_tokens": totals.output_tokens,
-        "prompt_tokens": numbers.queried,
-        "cached_tokens": numbers.found,
-        "steps": totals.steps,
-        "step_tokens": totals.step_tokens,
-        "offered": totals.offered,
-        "accepted": totals.accepted,
-        "rows": front.engine.rows._asdict(),
-    }
+        "model": front.names[0], "drafter": front.drafter, "seconds": seconds,
+        "running": numbers.running, "waiting": front.num_waiting,
+        "max_num_seqs": engine.max_num_seqs, "blocks_used": numbers.blocks_used,
+        "blocks": engine.num_blocks, "finished": sum(totals.finished.values()),
+        "output_tokens": totals.output_tokens, "prompt_tokens": numbers.queried,
+        "cached_tokens": numbers.found, "steps": totals.steps, "step_tokens": totals.step_tokens,
+        "offered": totals.offered, "accepted": totals.accepted, "rows": front.engine.rows._asdict(),
+    }  # fmt: skip

@@ -104,17 +104,12 @@ def _settings(decoder: SpecDecoder) -> dict[str, Any]:
     names = "device", "dtype", "weights", "attention", "versions", "generation_config"
     depth, nodes = engine.planner.limits
     own = {
-        "num_draft_tokens": depth,
-        "tree_nodes": nodes,
-        "chosen": engine.planner.choice is not None,
-        "draft_sampling": config.draft_sampling,
-        "max_num_seqs": config.max_num_seqs,
-        "cache_blocks": engine.pool.num_blocks - 1,
-        "block_size": engine.kv_cache.block_size,
-        "prefix_caching": config.cache.prefix_caching,
-        "pipeline_depth": engine.pipeline_depth,
+        "num_draft_tokens": depth, "tree_nodes": nodes, "chosen": engine.planner.choice is not None,
+        "draft_sampling": config.draft_sampling, "max_num_seqs": config.max_num_seqs,
+        "cache_blocks": engine.pool.num_blocks - 1, "block_size": engine.kv_cache.block_size,
+        "prefix_caching": config.cache.prefix_caching, "pipeline_depth": engine.pipeline_depth,
         "graphs": engine.runner.graphs is not None,
-    }
+    }  # fmt: skip
     return {name: origin[name] for name in names} | {"engine": own}
 
 

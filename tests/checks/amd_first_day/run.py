@@ -57,14 +57,10 @@ def run_step(step: Step, folder: Path, launch: Launch) -> dict[str, Any]:
     status = launch(step, log)
     output = log.read_text(errors="replace")
     return {
-        "title": step.title,
-        "command": command_of(step),
-        "started": started,
-        "seconds": round(time.perf_counter() - clock, 1),
-        "verdict": _verdict(step, status, output),
-        "output": output[-LONGEST:],
-        "figures": json_of(step.figures) if step.figures else None,
-    }
+        "title": step.title, "command": command_of(step), "started": started,
+        "seconds": round(time.perf_counter() - clock, 1), "verdict": _verdict(step, status, output),
+        "output": output[-LONGEST:], "figures": json_of(step.figures) if step.figures else None,
+    }  # fmt: skip
 
 
 def _verdict(step: Step, status: int | None, output: str) -> str:

@@ -295,12 +295,7 @@ Example = Callable[[Served], None]
 
 PACKAGES: dict[str, tuple[Example, ...]] = {
     "openai": (
-        openai_chat,
-        openai_stream,
-        openai_async,
-        openai_parse,
-        openai_tools,
-        openai_responses,
+        openai_chat, openai_stream, openai_async, openai_parse, openai_tools, openai_responses,
     ),
     "litellm": (litellm_chat, litellm_tools, litellm_schema, litellm_responses),
     "langchain-openai": (langchain_chat, langchain_schema, langchain_tools, langchain_responses),
@@ -308,5 +303,5 @@ PACKAGES: dict[str, tuple[Example, ...]] = {
     "instructor": (instructor_modes, instructor_streams),
     "pydantic-ai-slim": (pydantic_ai_text, pydantic_ai_output, pydantic_ai_tools),
     "llm": (llm_chat, llm_schema, llm_tools),
-}
+}  # fmt: skip
 """By the name of its distribution, what is tried with a client in this process."""

@@ -259,13 +259,8 @@ def test_trees_of_different_depths() -> None:
         and draft.num_drafts.tolist() == [6, 0]
     )
     assert draft.token_ids[0].tolist() == [3, 4, 5, 6, 1, 2] and draft.tree.depths[0].tolist() == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
+        1, 2, 3, 4, 5, 6,
+    ]  # fmt: skip
 
 
 class Star(Fixed):

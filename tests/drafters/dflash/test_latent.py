@@ -46,13 +46,8 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "rope_theta": 50000.0,
     "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 32,
-        "rope_theta": 50000.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 32,
+        "rope_theta": 50000.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
         "mscale_all_dim": 1.0,
     },
     "num_target_layers": len(TAPS),
@@ -64,7 +59,7 @@ CONFIG: dict[str, Any] = {
     "markov_head_type": "vanilla",
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
-}
+}  # fmt: skip
 
 
 def latent_tensors(

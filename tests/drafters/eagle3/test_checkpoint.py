@@ -44,19 +44,12 @@ QWEN3_8B: dict[str, Any] = {
         "verifier": {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]},
     },
     "transformer_layer_config": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 1,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 1,
+        "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "rope_scaling": None, "rope_theta": 1000000,
     },
-}
+}  # fmt: skip
 
 
 def test_a_public_config() -> None:

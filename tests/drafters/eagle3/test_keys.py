@@ -108,15 +108,10 @@ def test_rope_may_be_said_twice() -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "use_cache",
-        "mlp_bias",
-        "tie_word_embeddings",
-        "hidden_act",
-        "max_position_embeddings",
-        "rope_theta",
-        "head_dim",
+        "use_cache", "mlp_bias", "tie_word_embeddings", "hidden_act", "max_position_embeddings",
+        "rope_theta", "head_dim",
     ],
-)
+)  # fmt: skip
 def test_null_says_nothing(key: str) -> None:
     """The config is that of a file without the key."""
     without = {name: value for name, value in SGLANG.items() if name != key}

@@ -224,15 +224,11 @@ def test_arguments_that_ask_for_nothing_change_nothing(models: tuple[HFLM, Specd
         for more in (
             {},
             {
-                "num_beams": 1,
-                "use_cache": False,
-                "pad_token_id": 3,
-                "top_k": -1,
-                "length_penalty": 1,
-                "top_p": None,
+                "num_beams": 1, "use_cache": False, "pad_token_id": 3, "top_k": -1,
+                "length_penalty": 1, "top_p": None,
             },
         )
-    )
+    )  # fmt: skip
     assert plain == other
     kept = {
         "presence_penalty": 1.5,

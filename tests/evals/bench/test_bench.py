@@ -50,17 +50,9 @@ def loads_tiny(monkeypatch: Patch) -> None:
 def measure(folder: Path, *arguments: str) -> list[str]:
     """Arguments of a sweep that takes a moment."""
     return [
-        "bench",
-        "--limit",
-        "2",
-        "--max-tokens",
-        "4",
-        "--repeats",
-        "1",
-        "--out",
-        str(folder / "report.json"),
-        *arguments,
-    ]
+        "bench", "--limit", "2", "--max-tokens", "4", "--repeats", "1", "--out",
+        str(folder / "report.json"), *arguments,
+    ]  # fmt: skip
 
 
 def test_every_side_of_every_part_is_measured_beside_plain_decoding(report: dict[str, Any]) -> None:

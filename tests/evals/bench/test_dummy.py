@@ -36,15 +36,10 @@ GPU = torch.device("cuda")
 
 
 PARAMETERS = {
-    "gemma3-4b": 3_880_263_168,
-    "gpt-oss-20b": 20_914_757_184,
-    "llama3-70b": 70_553_706_496,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3.5-35b-a3b": 34_660_610_688,
-    "qwen3.5-9b": 8_953_803_264,
-    "qwen3.6-27b": 26_895_998_464,
-}
+    "gemma3-4b": 3_880_263_168, "gpt-oss-20b": 20_914_757_184, "llama3-70b": 70_553_706_496,
+    "qwen3-30b-a3b": 30_532_122_624, "qwen3-8b": 8_190_735_360, "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-9b": 8_953_803_264, "qwen3.6-27b": 26_895_998_464,
+}  # fmt: skip
 """As the model cards count them; of Gemma and Qwen3.5 the text model alone."""
 
 

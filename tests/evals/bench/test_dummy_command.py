@@ -140,16 +140,9 @@ def test_the_way_to_quantize_arrives(weights: str, tmp_path: Path, monkeypatch: 
         *(
             (["qwen3-8b", *option.split()], [f"{option.split()[0]} says nothing beside --dummy"])
             for option in (
-                "--html page.html",
-                "--format latex",
-                "--sets gsm8k",
-                "--limit 3",
-                "--temperature 0 1",
-                "--draft-sampling greedy",
-                "--behind-hits",
-                "--budget 2",
-                "--kv-memory 1G",
-                "--ray",
+                "--html page.html", "--format latex", "--sets gsm8k", "--limit 3",
+                "--temperature 0 1", "--draft-sampling greedy", "--behind-hits", "--budget 2",
+                "--kv-memory 1G", "--ray",
             )
         ),
         *(
@@ -166,7 +159,7 @@ def test_the_way_to_quantize_arrives(weights: str, tmp_path: Path, monkeypatch: 
             ["runs on a GPU and the target is on cpu"],
         ),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line_before_any_weight_is_made(
     arguments: list[str], fragments: list[str], monkeypatch: Patch, capsys: Capture
 ) -> None:

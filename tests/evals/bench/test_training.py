@@ -21,30 +21,16 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_configs import CONFIGS
 
 SHAPE = {
-    "model_type": "qwen3",
-    "dtype": "float32",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+    "model_type": "qwen3", "dtype": "float32", "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 96, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
 SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "vocab_size": 512,
-}
+}  # fmt: skip
 
 
 class Products(TorchDispatchMode):

@@ -30,16 +30,10 @@ CHROMIUM = next(
 )
 
 CAPTIONS = [
-    "Tau, with 95 % intervals",
-    "Speed to plain decoding",
-    "Serving curve, by concurrency",
-    "Speed by concurrency",
-    "Drafts accepted by position, where offered",
-    "Tokens per verify step",
-    "Accepted drafts of trees by rank",
-    "Tau by position in the output",
-    "Where the time goes",
-]
+    "Tau, with 95 % intervals", "Speed to plain decoding", "Serving curve, by concurrency",
+    "Speed by concurrency", "Drafts accepted by position, where offered", "Tokens per verify step",
+    "Accepted drafts of trees by rank", "Tau by position in the output", "Where the time goes",
+]  # fmt: skip
 """All contexts of the tiny report are of one range, so there is no plot of them."""
 
 MEASURE = """
@@ -232,18 +226,10 @@ def _chromium(width: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     assert CHROMIUM is not None
     # A window narrower than 500 cannot be had headless, so the device is emulated by its size.
     options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--enable-logging=stderr",
-        "--log-level=0",
-    ]
+        "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        "--enable-logging=stderr", "--log-level=0",
+    ]  # fmt: skip
     command = [
-        CHROMIUM,
-        *options,
-        f"--window-size={width},1600",
-        "--virtual-time-budget=2000",
-        *arguments,
-    ]
+        CHROMIUM, *options, f"--window-size={width},1600", "--virtual-time-budget=2000", *arguments,
+    ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True)

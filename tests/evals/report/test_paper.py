@@ -60,13 +60,9 @@ def made(drafter: str, tau: float, seed: int) -> Report:
     settings = {"max_tokens": 64, "seed": 0, "repeats": 1, "prompt_sets": [prompts]}
     prompts["tasks"] = [TASKS[item % 2] for item in range(NUM_ITEMS)]
     return {
-        "schema": "specdec-bench",
-        "schema_version": 2,
-        "provenance": PROVENANCE,
-        "settings": settings,
-        "complete": True,
-        "rows": rows,
-    }
+        "schema": "specdec-bench", "schema_version": 2, "provenance": PROVENANCE,
+        "settings": settings, "complete": True, "rows": rows,
+    }  # fmt: skip
 
 
 def cells_of(text: str) -> dict[str, list[str]]:

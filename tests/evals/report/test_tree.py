@@ -48,15 +48,9 @@ def test_every_draft_is_drawn_in_the_column_of_its_depth() -> None:
     columns = sorted({left for _, left, _ in boxes.values()})
     depths = {token: columns.index(left) for token, (_, left, _) in boxes.items()}
     assert depths == {
-        "'the'": 0,
-        "' cat'": 1,
-        "'<b>'": 1,
-        "' sat'": 2,
-        "' ran'": 2,
-        r"'\n'": 2,
-        "' supercalifragilistic'": 3,
-        "' on'": 3,
-    }
+        "'the'": 0, "' cat'": 1, "'<b>'": 1, "' sat'": 2, "' ran'": 2, r"'\n'": 2,
+        "' supercalifragilistic'": 3, "' on'": 3,
+    }  # fmt: skip
 
 
 def test_the_path_that_was_taken_leads_to_the_targets_own_token() -> None:

@@ -27,33 +27,19 @@ from tests.helpers.aiter_emulation.machine import Machine
 from tests.helpers.aiter_emulation.signatures import SOURCES, signatures, version_key
 
 _TOP_LEVEL = (
-    "ops/mha.py",
-    "ops/attention.py",
-    "ops/cache.py",
-    "ops/topk.py",
-    "ops/moe_op.py",
-    "ops/rmsnorm.py",
-    "ops/activation.py",
-)
+    "ops/mha.py", "ops/attention.py", "ops/cache.py", "ops/topk.py", "ops/moe_op.py",
+    "ops/rmsnorm.py", "ops/activation.py",
+)  # fmt: skip
 """Modules whose functions AITER exports as `aiter.<name>`."""
 
 COMPILED: dict[str, str | None] = {
-    "reshape_and_cache": None,
-    "reshape_and_cache_flash": None,
-    "concat_and_cache_mla": None,
-    "get_mla_metadata_v1": "0.1.18",
-    "mla_reduce_v1": None,
-    "get_ps_metadata_v1": None,
-    "mla_prefill_ps_asm_fwd": None,
-    "indexer_k_quant_and_cache": None,
-    "cp_gather_indexer_k_quant_cache": None,
-    "top_k_per_row_prefill": "0.1.17",
-    "top_k_per_row_decode": "0.1.17",
-    "grouped_topk": None,
-    "topk_softmax": "0.1.19",
-    "silu_and_mul": None,
-    "gelu_tanh_and_mul": None,
-}
+    "reshape_and_cache": None, "reshape_and_cache_flash": None, "concat_and_cache_mla": None,
+    "get_mla_metadata_v1": "0.1.18", "mla_reduce_v1": None, "get_ps_metadata_v1": None,
+    "mla_prefill_ps_asm_fwd": None, "indexer_k_quant_and_cache": None,
+    "cp_gather_indexer_k_quant_cache": None, "top_k_per_row_prefill": "0.1.17",
+    "top_k_per_row_decode": "0.1.17", "grouped_topk": None, "topk_softmax": "0.1.19",
+    "silu_and_mul": None, "gelu_tanh_and_mul": None,
+}  # fmt: skip
 """Functions that stand behind a wrapper without a signature, and the version from which they have
 one, if any.
 """

@@ -185,13 +185,9 @@ def get_mla_metadata_v1(
         f"{name}: uni_seqlen_qo {uni_seqlen_qo} for queries of {widths}",
     )
     outputs = (
-        work_metadata_ptrs,
-        work_indptr,
-        work_info_set,
-        reduce_indptr,
-        reduce_final_map,
+        work_metadata_ptrs, work_indptr, work_info_set, reduce_indptr, reduce_final_map,
         reduce_partial_map,
-    )
+    )  # fmt: skip
     _check_outputs(machine, name, outputs, kind, batch, max_seqlen_qo, num_heads_per_head_k)
 
     machine.compile(name, num_heads_per_head_k, max_seqlen_qo, kind)

@@ -22,13 +22,9 @@ BLOCK, HEADS, DIM = 4, 6, 8
 def spec(**changes: object) -> AttentionSpec:
     """A small request to a backend."""
     values: dict[str, object] = {
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "num_heads": HEADS,
-        "num_kv_heads": 2,
-        "head_dim": DIM,
-        "block_size": BLOCK,
-    }
+        "device": torch.device("cpu"), "dtype": torch.float32, "num_heads": HEADS,
+        "num_kv_heads": 2, "head_dim": DIM, "block_size": BLOCK,
+    }  # fmt: skip
     return AttentionSpec(**{**values, **changes})  # type: ignore[arg-type]
 
 

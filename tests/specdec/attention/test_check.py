@@ -149,16 +149,10 @@ def broken(**changes: Callable[[Any], Any]) -> type[TorchRefBackend]:
         {"value": lambda value: value * 1.01},
     ],
     ids=[
-        "causal",
-        "not causal",
-        "no window",
-        "a narrower window",
-        "scale",
-        "blocks",
-        "slots",
+        "causal", "not causal", "no window", "a narrower window", "scale", "blocks", "slots",
         "values",
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_does_not(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
     """One mistake at a time. The reference itself must not share it."""
     backend = broken(**change)

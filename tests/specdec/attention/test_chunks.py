@@ -53,13 +53,8 @@ def test_rows_of_a_prompt_stay_together() -> None:
     case = Case(spec(**SHAPE), [30, 9], [28, 9], uniform=False)
     metadata = in_chunks(case.metadata, CHUNK, 4)
     assert metadata.query_lens == [6, 8, 8, 6, 8, 1] and metadata.seq_lens_host == [
-        8,
-        8,
-        8,
-        6,
-        8,
-        1,
-    ]
+        8, 8, 8, 6, 8, 1,
+    ]  # fmt: skip
 
 
 def test_blocks_that_do_not_divide_chunks_are_refused() -> None:

@@ -30,16 +30,11 @@ LENGTHS = [9, 5, 14]
 def spec(**changes: object) -> MlaSpec:
     """A small request to a backend."""
     values: dict[str, object] = {
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "num_heads": HEADS,
-        "kv_lora_rank": RANK,
-        "qk_nope_head_dim": NOPE,
-        "qk_rope_head_dim": ROPE,
-        "v_head_dim": VALUE,
-        "block_size": BLOCK,
+        "device": torch.device("cpu"), "dtype": torch.float32, "num_heads": HEADS,
+        "kv_lora_rank": RANK, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE,
+        "v_head_dim": VALUE, "block_size": BLOCK,
         "indexer": IndexerSpec(num_heads=INDEX_HEADS, head_dim=INDEX_DIM, topk=TOPK),
-    }
+    }  # fmt: skip
     return MlaSpec(**{**values, **changes})  # type: ignore[arg-type]
 
 

@@ -18,23 +18,16 @@ from tests.helpers.trees import Parents, random_trees
 SHAPES: dict[str, dict[str, Any]] = {
     "groups of 2": {"drafts": 7},
     "groups of 3, window": {
-        "drafts": 12,
-        "num_heads": 9,
-        "num_kv_heads": 3,
-        "head_dim": 16,
-        "window": 5,
+        "drafts": 12, "num_heads": 9, "num_kv_heads": 3, "head_dim": 16, "window": 5,
     },
     "one head, every bit": {
-        "drafts": MAX_NODES,
-        "num_heads": 1,
-        "num_kv_heads": 1,
-        "head_dim": 32,
+        "drafts": MAX_NODES, "num_heads": 1, "num_kv_heads": 1, "head_dim": 32,
     },
     "narrow window, sinks": {"drafts": 9, "num_kv_heads": 4, "window": 2, "sinks": True},
     "softcap": {"drafts": 1, "num_kv_heads": 1, "softcap": 0.7},
     "window of one, both": {"drafts": 16, "window": 1, "sinks": True, "softcap": 0.7},
     "wide window": {"drafts": 16, "window": 30},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES)

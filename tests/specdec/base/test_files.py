@@ -48,18 +48,12 @@ def test_what_cannot_be_read_is_named(content: bytes | None, message: str, tmp_p
 
 DEEP = "[" * 100_000
 ODD = {
-    DEEP: "nested too deeply",
-    '{"a": ' * 100_000: "nested too deeply",
-    '{"a": NaN}': "NaN is no number of JSON",
-    '{"a": -Infinity}': "-Infinity is no number of JSON",
-    '{"a": 1e999}': "1e999 is no number of JSON",
-    '{"a": 1' + "0" * 5000 + "}": "digits",
-    "{\n": r"at line 2, column 1",
-    "": "at column 1",
-    "5": "is a JSON int",
-    "null": "is a JSON NoneType",
-    '"a"': "is a JSON str",
-}
+    DEEP: "nested too deeply", '{"a": ' * 100_000: "nested too deeply",
+    '{"a": NaN}': "NaN is no number of JSON", '{"a": -Infinity}': "-Infinity is no number of JSON",
+    '{"a": 1e999}': "1e999 is no number of JSON", '{"a": 1' + "0" * 5000 + "}": "digits",
+    "{\n": r"at line 2, column 1", "": "at column 1", "5": "is a JSON int",
+    "null": "is a JSON NoneType", '"a"': "is a JSON str",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ODD, ids=lambda text: text[:10])

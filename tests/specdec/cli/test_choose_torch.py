@@ -87,13 +87,9 @@ def make(folder: Path, *variables: str, root: Path = ROOT) -> subprocess.Complet
     }
     venv = folder / "venv"
     command = [
-        "make",
-        f"VENV={venv}",
-        f"PYTHON={folder / 'python'}",
-        "PIP_INSTALL=echo pip",
-        *variables,
+        "make", f"VENV={venv}", f"PYTHON={folder / 'python'}", "PIP_INSTALL=echo pip", *variables,
         f"{venv}/.package",
-    ]
+    ]  # fmt: skip
     return subprocess.run(
         command, cwd=root, env=environ, capture_output=True, text=True, timeout=HANG, check=False
     )

@@ -55,11 +55,7 @@ def test_lines_say_how_they_are_decoded_and_carry_the_rest(
     lines: list[Any] = [
         {"id": 7, "prompt": "a", "max_tokens": 3, "temperature": 0.5, "stop": ["x"], "topic": None},
         {
-            "question": "b",
-            "answer": "c",
-            "seed": 5,
-            "max_new_tokens": 4,
-            "text": "t",
+            "question": "b", "answer": "c", "seed": 5, "max_new_tokens": 4, "text": "t",
             "top_p": None,
         },
         {
@@ -71,7 +67,7 @@ def test_lines_say_how_they_are_decoded_and_carry_the_rest(
         },
         {"prompt": "e"},
         {"prompt": "f", "n": 2, "max_completion_tokens": 2, "top_logprobs": 1, "logprobs": True},
-    ]
+    ]  # fmt: skip
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     decoder = use(monkeypatch, FakeDecoder(*(chunk(index, "o", done=True) for index in range(6))))
     assert (
@@ -314,15 +310,8 @@ def test_timing_adds_up_and_names_the_engines_share(monkeypatch: Patch, capsys: 
         if line.startswith("  ")
     }
     assert list(rows) == [
-        "phase",
-        "schedule",
-        "draft",
-        "verify",
-        "accept",
-        "context",
-        "total",
-        "engine's own",
-    ]
+        "phase", "schedule", "draft", "verify", "accept", "context", "total", "engine's own",
+    ]  # fmt: skip
     assert rows["verify"] == ["2.000", "200.000", "50.0%"]
     assert rows["total"][:3] == ["4.000", "400.000", "100.0%"]
     assert rows["engine's own"][:3] == ["0.750", "75.000", "18.8%"]

@@ -19,17 +19,9 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "--max-num-seqs", "2", "--max-model-len", "48", "--max-prefill-tokens", "16", "-k", "2",
     ]  # fmt: skip
     return [
-        "warmup",
-        "--model",
-        str(model),
-        "--drafter",
-        "ngram",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        *sizes,
-    ]
+        "warmup", "--model", str(model), "--drafter", "ngram", "--device", "cpu", "--dtype",
+        "float32", *sizes,
+    ]  # fmt: skip
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *shapes: WarmUpShape) -> None:
@@ -111,17 +103,6 @@ def test_options_are_those_of_generate(capsys: Capture) -> None:
         }
 
     assert options("generate") - options("warmup") == {
-        "--file",
-        "--system",
-        "--raw",
-        "--prediction",
-        "--stream",
-        "--json",
-        "--out",
-        "--compare",
-        "--repeats",
-        "--ray",
-        "--engines",
-        "--gpus-per-engine",
-        "--cpus-per-engine",
-    }
+        "--file", "--system", "--raw", "--prediction", "--stream", "--json", "--out", "--compare",
+        "--repeats", "--ray", "--engines", "--gpus-per-engine", "--cpus-per-engine",
+    }  # fmt: skip

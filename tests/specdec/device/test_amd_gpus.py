@@ -44,12 +44,8 @@ def why(root: Path, *, rocm: bool = True, **environ: str) -> str | None:
 def test_architectures(tmp_path: Path) -> None:
     """Processors are no GPUs, and minor and step are hexadecimal."""
     assert architectures(machine(tmp_path, 90402, 90402, 90500, 110501, 90010)) == [
-        "gfx942",
-        "gfx942",
-        "gfx950",
-        "gfx1151",
-        "gfx90a",
-    ]
+        "gfx942", "gfx942", "gfx950", "gfx1151", "gfx90a",
+    ]  # fmt: skip
     assert architectures(tmp_path / "elsewhere") == []
 
 

@@ -33,13 +33,9 @@ VALUES: list[Any] = [
 """Of every JSON type, right and wrong."""
 
 KEYWORDS = [
-    "type",
-    *CHOICES,
-    *(keyword for some in OF_TYPE.values() for keyword in some),
-    "$defs",
-    "definitions",
-    *NOT_KNOWN,
-]
+    "type", *CHOICES, *(keyword for some in OF_TYPE.values() for keyword in some), "$defs",
+    "definitions", *NOT_KNOWN,
+]  # fmt: skip
 
 TYPE_OF = {keyword: name for name, some in OF_TYPE.items() for keyword in some}
 """Of the values that a keyword speaks of."""
@@ -48,88 +44,36 @@ VALID = jsonschema.Draft202012Validator(jsonschema.Draft202012Validator.META_SCH
 
 RULES = [
     *(
-        "",
-        "root",
-        "root ::=",
-        'root ::= "a',
-        "root ::= [",
-        "root ::= [b-a]",
-        "root ::= missing",
-        'other ::= "a"',
-        "::= x",
+        "", "root", "root ::=", 'root ::= "a', "root ::= [", "root ::= [b-a]", "root ::= missing",
+        'other ::= "a"', "::= x",
     ),
     *(
-        "root ::= (",
-        "root ::= a{",
-        'root ::= "a"{3,1}',
-        'root ::= "\\x"',
-        "root = x",
+        "root ::= (", "root ::= a{", 'root ::= "a"{3,1}', 'root ::= "\\x"', "root = x",
         "root ::= |)",
     ),
     *(
-        'root ::= "a" "',
-        'root ::= "a" root ::= ',
-        "\0",
-        "\ud800",
-        "root ::= *",
-        'root ::= "a"{999999999999999999999}',
-        "{}",
-        "[]",
+        'root ::= "a" "', 'root ::= "a" root ::= ', "\0", "\ud800", "root ::= *",
+        'root ::= "a"{999999999999999999999}', "{}", "[]",
     ),
     *(
-        "root ::= " + "(" * 50_000,
-        "root ::= " + '"a" |' * 3 + " =",
-        'root ::= "a"{-1}',
-        "root ::= [\\",
-        "root ::= ((a)",
-        "%",
+        "root ::= " + "(" * 50_000, "root ::= " + '"a" |' * 3 + " =", 'root ::= "a"{-1}',
+        "root ::= [\\", "root ::= ((a)", "%",
     ),
-]
+]  # fmt: skip
 PATTERNS = [
     *(
-        "[",
-        "(",
-        ")",
-        "*",
-        "a**",
-        "a{2,1}",
-        "a{99999}",
-        "(?<=a)b",
-        "(?P<n>a)(?P=n)",
-        "\\1",
-        "\\",
-        "\\b",
-        "(?i)a",
-        "[b-a]",
-        "[]",
-        "{,3}",
+        "[", "(", ")", "*", "a**", "a{2,1}", "a{99999}", "(?<=a)b", "(?P<n>a)(?P=n)", "\\1", "\\",
+        "\\b", "(?i)a", "[b-a]", "[]", "{,3}",
     ),
     *(
-        "a++",
-        "(?>a)",
-        "\\p{L}",
-        "\\A",
-        "[[:alpha:]]",
-        "\0",
-        "\ud800",
-        "^*",
-        "(?=a)*",
-        "a$b",
-        "(" * 50_000,
-        "(?",
-        "(?(1)a)",
-        "[^\\S\\s]",
+        "a++", "(?>a)", "\\p{L}", "\\A", "[[:alpha:]]", "\0", "\ud800", "^*", "(?=a)*", "a$b",
+        "(" * 50_000, "(?", "(?(1)a)", "[^\\S\\s]",
     ),
     *(
-        "a{1,2}{3}",
-        "(?#x)",
-        "a{" + "9" * 5000 + "}",
-        "\\x",
-        "\\u12",
-        "[\\",
+        "a{1,2}{3}", "(?#x)", "a{" + "9" * 5000 + "}", "\\x", "\\u12", "[\\",
         "x" * (MAX_PATTERN_CHARACTERS + 1),
     ),
-]
+]  # fmt: skip
 DOCUMENTS: list[Any] = [5, [], None, "x", False, {"type": 5}]
 TYPES: list[Any] = [5, [], {}, None, "x"]
 

@@ -162,14 +162,10 @@ def check_divided(found: dict[str, Tensor]) -> None:
     """One rank's, against layers that are whole."""
     product = F.linear(INPUTS, WHOLE, BIAS)
     expected = {
-        "product": product,
-        "with a residual": product + 1,
-        "few rows": product,
-        "partial sums": 2 * RANKS * INPUTS,
-        "outputs": F.linear(INPUTS, WHOLE),
-        "embedding": 2 * WHOLE[[0, 3, 9, 4]],
-        "norm": rms_norm(INPUTS, NORM),
-    }
+        "product": product, "with a residual": product + 1, "few rows": product,
+        "partial sums": 2 * RANKS * INPUTS, "outputs": F.linear(INPUTS, WHOLE),
+        "embedding": 2 * WHOLE[[0, 3, 9, 4]], "norm": rms_norm(INPUTS, NORM),
+    }  # fmt: skip
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, msg=name)

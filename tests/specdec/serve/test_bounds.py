@@ -187,13 +187,9 @@ def test_outputs_of_others_come_between_those_of_one_request(live: Live) -> None
     """Few of many are in the engine at once; all come, in their order."""
     seeds = 30
     many: dict[str, Any] = {
-        "prompt": "abc",
-        "n": seeds,
-        "max_tokens": 3,
-        "seed": 5,
-        "temperature": 1,
+        "prompt": "abc", "n": seeds, "max_tokens": 3, "seed": 5, "temperature": 1,
         "ignore_eos": True,
-    }
+    }  # fmt: skip
     made: list[Any] = []
     waiting = threading.Thread(target=lambda: made.append(live.post("/v1/completions", json=many)))
     with gated(live.decoder.engine):

@@ -190,13 +190,9 @@ def test_the_benchmark_of_dflash(
     # the real one asks a hub
     monkeypatch.setattr(benchmark, "load_and_process_dataset", lambda name: dataset)
     options = {
-        "model": "tiny",
-        "max_new_tokens": 40,
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "top_k": 0,
+        "model": "tiny", "max_new_tokens": 40, "temperature": 0.0, "top_p": 1.0, "top_k": 0,
         "timeout_s": int(HANG),
-    }
+    }  # fmt: skip
     benchmark.run(
         Namespace(
             backend="openai",

@@ -215,14 +215,8 @@ def _byte_alphabet() -> dict[int, str]:
     ]
     alphabet = dict(ascii_bytes)
     points = [
-        *range(128, 0x800),
-        *range(0x800, 0xD800, 64),
-        0x10000,
-        0x40000,
-        0x80000,
-        0xC0000,
-        0x100000,
-    ]
+        *range(128, 0x800), *range(0x800, 0xD800, 64), 0x10000, 0x40000, 0x80000, 0xC0000, 0x100000,
+    ]  # fmt: skip
     for point, spelled in zip(points, two_byte + three_byte + four_byte, strict=True):
         alphabet.update(zip(chr(point).encode(), spelled, strict=True))
     return alphabet

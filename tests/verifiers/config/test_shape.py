@@ -86,13 +86,8 @@ def test_the_last_layers_read_what_others_have_stored() -> None:
     verifier = paged_verifier(plain_model("gemma4_shared"), BLOCK)
     sliding, full = KVLayerSpec(2, 16), KVLayerSpec(2, 24)
     assert list(verifier.kv_specs) == [
-        sliding,
-        full,
-        sliding,
-        SharedLayerSpec(1),
-        SharedLayerSpec(2),
-        SharedLayerSpec(1),
-    ]
+        sliding, full, sliding, SharedLayerSpec(1), SharedLayerSpec(2), SharedLayerSpec(1),
+    ]  # fmt: skip
     cache = PagedKVCache(
         verifier.kv_specs, num_blocks=3, block_size=BLOCK, dtype=torch.float32, device=CPU
     )

@@ -27,33 +27,22 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "block_structure": [16, 24],
     },
     "mxfp8": {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "group",
-        "group_size": 32,
+        "num_bits": 8, "type": "float", "strategy": "group", "group_size": 32,
         "scale_dtype": torch.uint8,
     },
     "int4_group": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
     "int4_group_zeros": {
-        "num_bits": 4,
-        "type": "int",
-        "strategy": "group",
-        "group_size": 32,
-        "symmetric": False,
+        "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False,
     },
     "int4_channel": {"num_bits": 4, "type": "int", "strategy": "channel"},
     "int4_channel_zeros": {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False},
     "int8_packed": {
-        "num_bits": 8,
-        "type": "int",
-        "strategy": "group",
-        "group_size": 32,
-        "symmetric": False,
+        "num_bits": 8, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False,
     },
     "int8": {"num_bits": 8, "type": "int", "strategy": "channel"},
     "nvfp4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
     "mxfp4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
-}
+}  # fmt: skip
 """Each with the package's names; those that it does not write by itself follow from the type."""
 
 FORMATS = {

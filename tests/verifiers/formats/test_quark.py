@@ -203,13 +203,9 @@ def test_what_is_not_read_is_named(changes: dict[str, Any], message: str) -> Non
 
 def test_rotations_that_weights_have_are_read() -> None:
     offline = {
-        "name": "rotation",
-        "r1": True,
-        "r2": True,
-        "r4": False,
-        "online_r1_rotation": False,
+        "name": "rotation", "r1": True, "r2": True, "r4": False, "online_r1_rotation": False,
         "online_config": None,
-    }
+    }  # fmt: skip
     assert Quark(config(MXFP4, algo_config=[offline, {"name": "smooth"}])) and Quark(
         config(MXFP4, algo_config=None)
     )

@@ -66,14 +66,10 @@ GEMMA4 = {
     "attention.key_length_swa": 16,
 }
 LATENT = {
-    "attention.head_count_kv": 1,
-    "attention.kv_lora_rank": 16,
-    "attention.key_length": 24,
-    "attention.value_length": 16,
-    "attention.key_length_mla": 20,
-    "attention.value_length_mla": 10,
+    "attention.head_count_kv": 1, "attention.kv_lora_rank": 16, "attention.key_length": 24,
+    "attention.value_length": 16, "attention.key_length_mla": 20, "attention.value_length_mla": 10,
     "rope.dimension_count": 8,
-}
+}  # fmt: skip
 MIXED = {**EIGHT, **GROUPS, **LATENT, "leading_dense_block_count": 1, "expert_shared_count": 1}
 YARN = {
     "rope.scaling.type": "yarn",
@@ -329,14 +325,9 @@ CASES = {
 }
 
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
 
 OTHERWISE = {
     "architectures", "transformers_version", "dtype", "initializer_range", "use_cache",

@@ -142,20 +142,12 @@ def sentence_piece() -> dict[str, Any]:
         "her",
     ]  # fmt: skip
     plain = [
-        SPACE,
-        *"abcdefghijklmnopqrstuvwxyz",
-        *words,
-        *(SPACE + word for word in words),
-        f"{SPACE}t",
-        f"{SPACE}{SPACE}",
-    ]
+        SPACE, *"abcdefghijklmnopqrstuvwxyz", *words, *(SPACE + word for word in words),
+        f"{SPACE}t", f"{SPACE}{SPACE}",
+    ]  # fmt: skip
     tokens = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *dict.fromkeys(plain),
-    ]
+        "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *dict.fromkeys(plain),
+    ]  # fmt: skip
     kinds = [2, 3, 3, *[6] * 256]
     return {
         "ggml.model": "llama",

@@ -110,16 +110,10 @@ def test_logits_are_those_of_the_model(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "gemma3",
-        "mistral3",
-        "mistral3_tied",
-        "llava",
-        "internvl",
-        "kimi_k25",
-        "qwen3_5",
+        "gemma3", "mistral3", "mistral3_tied", "llava", "internvl", "kimi_k25", "qwen3_5",
         "qwen3_5_moe",
     ],
-)
+)  # fmt: skip
 def test_a_composite_gives_its_text_part(name: str, tmp_path: Path) -> None:
     """Without the tower and its prefix; the tied head is left out."""
     model: Any = tiny_composites.composite(name)

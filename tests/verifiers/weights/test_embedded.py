@@ -221,15 +221,10 @@ def test_cache_folder_from_the_environment(
 @pytest.mark.parametrize(
     "damage",
     [
-        "truncated",
-        "removed",
-        "in its full size",
-        "no manifest",
-        "empty manifest",
-        "odd manifest",
+        "truncated", "removed", "in its full size", "no manifest", "empty manifest", "odd manifest",
         "deep manifest",
     ],
-)
+)  # fmt: skip
 def test_damaged_folder_is_made_again(
     small_model: list[Path], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:

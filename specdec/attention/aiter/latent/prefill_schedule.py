@@ -105,14 +105,10 @@ def _works(lengths: Integers, num_shares: int) -> _Works:
     first_key = (np.cumsum(lengths) - lengths)[prompt]
     key_end = np.minimum((ends - tile_begin) * KEY_TILE, lengths[prompt])
     columns = (
-        prompt,
-        np.where(split, (np.cumsum(split) - 1) * QUERY_TILE, -1),
-        tiles.first_row[tile],
-        tiles.last_row[tile],
-        first_key + (begins - tile_begin) * KEY_TILE,
-        first_key + key_end,
+        prompt, np.where(split, (np.cumsum(split) - 1) * QUERY_TILE, -1), tiles.first_row[tile],
+        tiles.last_row[tile], first_key + (begins - tile_begin) * KEY_TILE, first_key + key_end,
         np.where(completes, 0, lengths[prompt] - key_end),
-    )
+    )  # fmt: skip
     return _Works(np.stack(columns, 1), np.searchsorted(share_ends, begins, side="right"), split)
 
 

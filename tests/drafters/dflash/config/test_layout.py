@@ -92,9 +92,7 @@ ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
     ("projector of dspark without a Markov head", zlab(own={"projector_type": "dspark"}), False, 7),
     (
         "ModelOpt's DSpark",
-        zlab(own={"projector_type": "dspark", "shift_label": True, "markov_rank": 4}),
-        True,
-        8,
+        zlab(own={"projector_type": "dspark", "shift_label": True, "markov_rank": 4}), True, 8,
     ),
     ("DeepSpec's DSpark", zlab(architectures=["Qwen3DSparkModel"], markov_rank=4), True, 8),
     (
@@ -107,9 +105,7 @@ ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
     ),
     (
         "vLLM's key",
-        zlab(architectures=["Qwen3DSparkModel"], markov_rank=4, dspark_bonus_anchor=True),
-        False,
-        7,
+        zlab(architectures=["Qwen3DSparkModel"], markov_rank=4, dspark_bonus_anchor=True), False, 7,
     ),
     ("shifted labels", zlab(own={"shift_label": True}), True, 8),
     (
@@ -120,40 +116,30 @@ ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
     ),
     ("speculators dspark", speculators("dspark", tokens=8, markov_rank=4), True, 8),
     (
-        "speculators dspark stated",
-        speculators("dspark", markov_rank=4, sample_from_anchor=False),
-        False,
-        7,
+        "speculators dspark stated", speculators("dspark", markov_rank=4, sample_from_anchor=False),
+        False, 7,
     ),
     ("z-lab next-token family", zlab(architectures=["Qwen3DSparkModel"], markov_rank=0), True, 8),
     ("speculators", speculators(), False, 7),
     ("speculators stated", speculators(tokens=8, sample_from_anchor=True), True, 8),
     (
-        "speculators dspark without a Markov head",
-        speculators("dspark", tokens=8, markov_rank=0),
-        True,
-        8,
+        "speculators dspark without a Markov head", speculators("dspark", tokens=8, markov_rank=0),
+        True, 8,
     ),
     ("speculators without a count", speculators(tokens=None), False, 7),
     ("speculators, fewer recommended", speculators(tokens=3), False, 7),
     (
-        "speculators stated, one less recommended",
-        speculators(tokens=7, sample_from_anchor=True),
-        True,
-        8,
+        "speculators stated, one less recommended", speculators(tokens=7, sample_from_anchor=True),
+        True, 8,
     ),
     ("speculators dspark, unstated", speculators("dspark", tokens=7, markov_rank=4), False, 7),
     (
         "speculators dspark, unstated, fewer recommended",
-        speculators("dspark", tokens=3, markov_rank=4),
-        False,
-        7,
+        speculators("dspark", tokens=3, markov_rank=4), False, 7,
     ),
     (
-        "speculators dspark, nothing stated",
-        speculators("dspark", tokens=None, markov_rank=4),
-        False,
-        7,
+        "speculators dspark, nothing stated", speculators("dspark", tokens=None, markov_rank=4),
+        False, 7,
     ),
     (
         "Nemotron 3.5's keys",
@@ -167,7 +153,7 @@ ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
         False,
         7,
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

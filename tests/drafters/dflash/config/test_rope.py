@@ -23,10 +23,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 4.0},
     "yarn": {
-        "factor": 16.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
+        "factor": 16.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
     },
     "yarn with a stated amplitude": {
         "factor": 16.0,
@@ -34,12 +31,10 @@ ROPES: dict[str, dict[str, Any]] = {
         "attention_factor": 1.0,
     },
     "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
-}
+}  # fmt: skip
 
 
 def rope_of(config: DFlashConfig) -> Rope:

@@ -165,15 +165,9 @@ def write_drafter(folder: Path, **changes: Any) -> None:
 
 def couple(toy: Path, *more: str, drafter: str = "drafter", prompts: str = "prompts.txt") -> int:
     flags = [
-        "--model",
-        str(toy / "target"),
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--prompts",
+        "--model", str(toy / "target"), "--device", "cpu", "--dtype", "float32", "--prompts",
         str(toy / prompts),
-    ]
+    ]  # fmt: skip
     return main(
         ["couple", str(toy / drafter), *flags, "--max-prompts", "24", "--max-tokens", "24", *more]
     )

@@ -33,14 +33,9 @@ from tests.helpers.guards import no_host_sync
 from tests.helpers.rocm import FP8, Install
 
 DEAD_FIELDS = {
-    "min_query_len",
-    "swa_seq_lens",
-    "seq_tot",
-    "num_actual_kv_tokens",
-    "num_prefill_tokens",
-    "common_prefix_len",
-    "total_tokens",
-}
+    "min_query_len", "swa_seq_lens", "seq_tot", "num_actual_kv_tokens", "num_prefill_tokens",
+    "common_prefix_len", "total_tokens",
+}  # fmt: skip
 """What plans of this kind tend to carry along although no kernel asks for it."""
 
 
@@ -55,18 +50,13 @@ def test_a1_plans_hold_only_what_is_read() -> None:
     kinds = [
         kind
         for module in (
-            groups,
-            latents,
-            rocm_aiter_mla,
-            mla_entries,
-            mla_prefill_fp8,
-            mla_sparse_plan,
+            groups, latents, rocm_aiter_mla, mla_entries, mla_prefill_fp8, mla_sparse_plan,
         )
         for kind in vars(module).values()
         if isinstance(kind, type)
         and dataclasses.is_dataclass(kind)
         and kind.__module__ == module.__name__
-    ]
+    ]  # fmt: skip
     fields = {(kind.__name__, field.name) for kind in kinds for field in dataclasses.fields(kind)}
     assert len(kinds) >= 10
     assert {entry for entry in fields if entry[1] not in read} == set()

@@ -204,16 +204,9 @@ CALLS: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
 
 FACTORIES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 FILLED = (
-    "zeros",
-    "ones",
-    "full",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "new_zeros",
-    "new_ones",
+    "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
     "new_full",
-)
+)  # fmt: skip
 
 
 @dataclass

@@ -78,17 +78,9 @@ def test_a_cache_without_optional_files(command: str, cache: Path, capsys: Captu
     name with @.
     """
     models = [
-        "--model",
-        "acme/tiny",
-        "--revision",
-        "v1.0",
-        "--drafter",
-        "acme/tiny-dflash",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
+        "--model", "acme/tiny", "--revision", "v1.0", "--drafter", "acme/tiny-dflash", "--device",
+        "cpu", "--dtype", "float32",
+    ]  # fmt: skip
     prompt = ["ab", "--raw", "--max-tokens", "3"] if command == "generate" else []
     assert main([command, *prompt, *models]) == 0
     assert command == "generate" or "would run     yes" in capsys.readouterr().out
@@ -181,21 +173,10 @@ def test_a_folder_whose_name_looks_like_a_revision(folders: Path, tmp_path: Path
 @pytest.mark.parametrize(
     "name",
     [
-        "./a",
-        "/no/where",
-        "~/none/x",
-        "a/b/c",
-        "a b",
-        "a/b@",
-        "a/b@../x",
-        "a/b:../c",
-        "a/b:.",
-        "../a",
-        "a/b@v:c",
-        "a\0b",
-        "x" * 5000 + "/",
+        "./a", "/no/where", "~/none/x", "a/b/c", "a b", "a/b@", "a/b@../x", "a/b:../c", "a/b:.",
+        "../a", "a/b@v:c", "a\0b", "x" * 5000 + "/",
     ],
-)
+)  # fmt: skip
 def test_names_that_can_be_none_on_the_hub(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     """Nobody is asked. Where this runs, and beside it, is nothing."""
     (tmp_path / "empty").mkdir()
@@ -247,22 +228,14 @@ def fetching(files: list[str], folder: Path, asked: list[dict[str, Any]]) -> Cal
 
 
 SMALL = [
-    "config.json",
-    "tokenizer.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
+    "config.json", "tokenizer.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
     "README.md",
-]
+]  # fmt: skip
 TEMPLATE = "additional_chat_templates/rag.jinja"
 OTHERS = [
-    "model.gguf",
-    "a.pth",
-    "original/model.safetensors",
-    "consolidated.safetensors",
-    "adapter_model.safetensors",
-    "onnx/config.json",
-]
+    "model.gguf", "a.pth", "original/model.safetensors", "consolidated.safetensors",
+    "adapter_model.safetensors", "onnx/config.json",
+]  # fmt: skip
 WEIGHTS = ["model-00001-of-00001.safetensors", "model.safetensors.index.json", "mask_embedding.pt"]
 
 

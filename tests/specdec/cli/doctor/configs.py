@@ -12,18 +12,11 @@ GB = 10**9
 
 
 QWEN3_8B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "dtype": "bfloat16",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
+    "model_type": "qwen3", "dtype": "bfloat16", "vocab_size": 151936, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 
 DRAFTER: dict[str, Any] = {
@@ -63,20 +56,12 @@ def doctor(
     assert (
         main(
             [
-                "doctor",
-                "--device",
-                "cpu",
-                "--dtype",
-                "bfloat16",
-                "--gpu-memory",
-                "192",
-                "--model",
-                model,
-                *options,
+                "doctor", "--device", "cpu", "--dtype", "bfloat16", "--gpu-memory", "192",
+                "--model", model, *options,
             ]
         )
         == status
-    )
+    )  # fmt: skip
     out = capsys.readouterr().out
     said: dict[str, str] = {}
     for line in out.splitlines():

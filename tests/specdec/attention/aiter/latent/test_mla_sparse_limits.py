@@ -36,21 +36,16 @@ def rocm(rocm: Install) -> Install:
             "0.1.20",
             "gfx942",
             {
-                "dtype": torch.float16,
-                "block_size": 4,
-                "kv_lora_rank": 256,
+                "dtype": torch.float16, "block_size": 4, "kv_lora_rank": 256,
                 "indexer": IndexerSpec(24, 64, 6),
             },
             [
-                "float16",
-                "latents of 256 and 64",
-                "blocks of 4",
-                "index keys of 64",
+                "float16", "latents of 256 and 64", "blocks of 4", "index keys of 64",
                 "24 index heads",
             ],
         ),
     ],
-)
+)  # fmt: skip
 def test_refusals(
     rocm: Install, version: str, architecture: str, changes: dict[str, Any], reasons: list[str]
 ) -> None:

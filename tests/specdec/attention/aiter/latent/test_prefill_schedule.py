@@ -66,12 +66,8 @@ def test_equal_to_aiters(seed: int) -> None:
     get_ps_metadata_v1(machine, starts, starts, lens, 1, *sizes_and_outputs)
     lists = schedule(lengths, num_heads, num_units)
     names = (
-        "work_indptr",
-        "work_info_set",
-        "reduce_indptr",
-        "reduce_final_map",
-        "reduce_partial_map",
-    )
+        "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map",
+    )  # fmt: skip
     for name, want in zip(names, outputs[1:], strict=True):
         found = torch.from_numpy(getattr(lists, name))
         assert len(found) <= len(want) and found.equal(want[: len(found)]), name
