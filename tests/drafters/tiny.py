@@ -7,21 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from drafters.dflash.config.checkpoint import tensor_shapes, write_checkpoint
 from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.config.layout import Layout
 from drafters.dflash.drafter import DFlashDrafter
 from drafters.dflash.model import DFlashModel
+from drafters.load import load_drafter
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.base.blocks import BlockShape
 from specdec.kv_cache import PagedKVCache
 from specdec.model.batch import DecodeBatch, ForwardInput, PrefillBatch
-from specdec.model.core import AcceptOutput, ContextLimits, Drafter, LengthRule, VerifyOutput
+from specdec.model.core import (
+    AcceptOutput,
+    ContextLimits,
+    Drafter,
+    DraftOutput,
+    LengthRule,
+    Verifier,
+    VerifyOutput,
+)
 from specdec.sampling.params import SamplingDefaults, SamplingParams
 from specdec.sampling.tensors import SamplingTensors
+from tests.helpers.engines import run_all, tiny_engine
+from tests.helpers.tiny_models import plain_greedy
 
 TARGET_LAYERS, HIDDEN, VOCAB, BLOCK = 6, 32, 61, 4
 
@@ -301,3 +312,24 @@ def overfit(
         loss.backward()
         optimizer.step()
     return loss.item()
+
+
+def drafted_paths(output: DraftOutput, request: int) -> set[tuple[int, ...]]:
+    """The tokens on the way to each node of a request's tree."""
+    assert output.tree is not None
+    found: list[tuple[int, ...]] = [()]
+    tokens, parents = output.token_ids[request].tolist(), output.tree.parents[request].tolist()
+    for token, parent in zip(tokens, parents, strict=True):
+        found.append((*found[parent], token))
+    return {*found[1:]}
+
+
+def check_lossless(model: PreTrainedModel, verifier: Verifier, folder: Path) -> None:
+    """A drafter's chains and trees leave what Transformers' `generate` writes."""
+    prompts = [[1, 2, 3], list(range(20, 31))]
+    expected = [plain_greedy(model, prompt, 12) for prompt in prompts]
+    shapes: list[dict[str, Any]] = [{"num_draft_tokens": 5}, {"tree_nodes": 6}]
+    for shape in shapes:
+        drafter = load_drafter(folder, verifier=verifier)
+        engine = tiny_engine(verifier, drafter, max_num_seqs=2, max_model_len=64, **shape)
+        assert run_all(engine, prompts, max_tokens=12) == expected

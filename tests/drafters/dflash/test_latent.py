@@ -15,14 +15,11 @@ from drafters.dflash.drafter import BoundDFlash
 from drafters.load import load_drafter
 from specdec.attention.mla import MlaSpec
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import BackendError, CheckpointError
-from specdec.engine.engine import SpecEngine
 from tests.drafters.tiny import BLOCK as CACHE_BLOCK
-from tests.drafters.tiny import HIDDEN, TARGET_LAYERS, VOCAB, FakeVerifier, Rig
+from tests.drafters.tiny import HIDDEN, TARGET_LAYERS, VOCAB, FakeVerifier, Rig, check_lossless
 from tests.helpers.bounds import Float64, assert_as_exact
-from tests.helpers.engines import run_all
-from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model
+from tests.helpers.tiny_models import paged_verifier, plain_model
 
 BLOCK, LAYERS, HEADS, INNER, TAPS, MASK = 7, 2, 4, 48, (0, 2, 4), VOCAB - 1
 QUERY_RANK, RANK, NOPE, ROPE, VALUE, MARKOV = 12, 20, 10, 8, 6, 5
@@ -271,15 +268,4 @@ def test_lossless(tmp_path: Path) -> None:
         "mask_token_id": vocab - 1,
     }
     path = write(tmp_path / "drafter", latent_tensors(hidden=hidden, vocab=vocab), **changes)
-    prompts = [[1, 2, 3], list(range(20, 31))]
-    for options in ({"num_draft_tokens": 5}, {"tree_nodes": 6}):
-        config = EngineConfig(
-            max_num_seqs=2,
-            max_model_len=64,
-            cache=CacheConfig(memory_bytes=2**20),
-            **options,  # type: ignore[arg-type]
-        )
-        engine = SpecEngine(verifier, load_drafter(path, verifier=verifier), config)
-        assert run_all(engine, prompts, max_tokens=10) == [
-            plain_greedy(model, prompt, 10) for prompt in prompts
-        ]
+    check_lossless(model, verifier, path)

@@ -26,9 +26,7 @@ from drafters.dspark.markov import MarkovConfig
 from drafters.load import load_drafter
 from drafters.training.config import TrainConfig
 from drafters.training.shape import make_drafter
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError, InvalidInputError
-from specdec.engine.engine import SpecEngine
 from tests.drafters.tiny import (
     HIDDEN,
     TARGET_LAYERS,
@@ -36,13 +34,13 @@ from tests.drafters.tiny import (
     VOCAB,
     FakeVerifier,
     Rig,
+    check_lossless,
     input_table,
     tiny_target,
     write_tiny_dflash,
 )
 from tests.helpers.bounds import Float64, assert_as_exact
-from tests.helpers.engines import run_all
-from tests.helpers.tiny_models import paged_verifier, plain_greedy
+from tests.helpers.tiny_models import paged_verifier
 
 BLOCK, HEADS, KV_HEADS, WIDTH, INNER, LAYERS, TAPS, WINDOW = 8, 4, 2, 16, 48, 2, (1, 2, 4), 6
 MASK = VOCAB - 1
@@ -457,18 +455,7 @@ def test_lossless(kind: str, tmp_path: Path) -> None:
         path = write(tmp_path / "drafter", kind, random_tensors(kind))
     target = tiny_target()
     verifier = paged_verifier(target, block_size=4)
-    prompts = [[1, 2, 3], list(range(20, 31))]
-    for changes in ({"num_draft_tokens": 5}, {"tree_nodes": 6}):
-        config = EngineConfig(
-            max_num_seqs=2,
-            max_model_len=64,
-            cache=CacheConfig(memory_bytes=2**20),
-            **changes,  # type: ignore[arg-type]
-        )
-        engine = SpecEngine(verifier, load_drafter(path, verifier=verifier), config)
-        assert run_all(engine, prompts, max_tokens=12) == [
-            plain_greedy(target, prompt, 12) for prompt in prompts
-        ]
+    check_lossless(target, verifier, path)
 
 
 def test_dspark_on_gemmas_layers() -> None:

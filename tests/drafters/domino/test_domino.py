@@ -33,7 +33,7 @@ from tests.drafters.tiny import (
     write_tiny_dflash,
 )
 from tests.helpers.bounds import assert_as_exact
-from tests.helpers.engines import finish, tiny_engine
+from tests.helpers.engines import run_all, tiny_engine
 from tests.helpers.tiny_models import paged_verifier, plain_greedy
 from tests.test_no_sync import guarded_run
 
@@ -235,9 +235,7 @@ def test_lossless(way: str, tmp_path: Path) -> None:
             cache_bytes=2**20,
             **options,
         )
-        requests = [engine.add_request(prompt, sampling) for prompt in prompts]
-        finish(engine)
-        outputs.append([request.output_token_ids for request in requests])
+        outputs.append(run_all(engine, prompts, sampling))
     assert outputs[0] == outputs[1]
     if sampling.temperature == 0:
         assert outputs[0] == [plain_greedy(target, prompt, 14) for prompt in prompts]

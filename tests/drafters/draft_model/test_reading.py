@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -102,12 +103,18 @@ def run(model: str | None, num_reqs: int, *, late: bool = True, depth: int = 1) 
     return Run(texts, rows, contexts, engine.timer.steps_by_shape)
 
 
+@cache
+def plain(num_reqs: int) -> list[list[int]]:
+    """What `run` writes without drafts."""
+    return run(None, num_reqs).texts
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_what_does_not_pay_is_not_read(depth: int) -> None:
     """Neither prompts nor answers, but for a few of a trial."""
     found, before = (run("wrong", 8, late=late, depth=depth) for late in (True, False))
     num_tokens = sum(map(len, found.texts))
-    assert found.texts == before.texts == run(None, 8).texts
+    assert found.texts == before.texts == plain(8)
     assert before.rows > 0.9 * num_tokens and found.rows < 0.3 * num_tokens
     assert 0 < sum(count for shape, count in found.steps.items() if shape.drafts) < 50
 
@@ -115,7 +122,7 @@ def test_what_does_not_pay_is_not_read(depth: int) -> None:
 def test_a_lone_request_for_which_drafts_pay_is_read_as_before() -> None:
     """In the same steps."""
     found, before = (run("right", 1, late=late) for late in (True, False))
-    assert found == before and found.texts == run(None, 1).texts
+    assert found == before and found.texts == plain(1)
     assert found.rows > sum(map(len, found.texts)) and "later" in found.contexts
 
 

@@ -21,7 +21,15 @@ from specdec.base.errors import CheckpointError
 from specdec.model.core import AcceptOutput, VerifyOutput
 from specdec.sampling.noise import Purpose, gumbel, stream
 from tests.drafters.heads import ANCHORS, LENGTHS, backbone, context, head_tensors, headed
-from tests.drafters.tiny import HIDDEN, TINY, VOCAB, FakeVerifier, tiny_model, write_tiny_dflash
+from tests.drafters.tiny import (
+    HIDDEN,
+    TINY,
+    VOCAB,
+    FakeVerifier,
+    drafted_paths,
+    tiny_model,
+    write_tiny_dflash,
+)
 
 HEAD = LatticeConfig(
     hidden_size=16, top_k=4, num_layers=2, num_heads=2, factor_dim=6, logit_scale=5.0
@@ -217,16 +225,7 @@ def test_a_tree_has_the_likeliest_paths(tmp_path: Path) -> None:
         }
         best = sorted(paths, key=lambda path: -paths[path])[:9]
         wanted = {tuple(int(tokens[slot, rank]) for slot, rank in enumerate(p)) for p in best}
-        parents = output.tree.parents[request].tolist()
-        found = set()
-        for node in range(9):
-            path: list[int] = []
-            at = node + 1
-            while at > 0:
-                path.insert(0, int(output.token_ids[request, at - 1]))
-                at = parents[at - 1]
-            found.add(tuple(path))
-        assert found == wanted
+        assert drafted_paths(output, request) == wanted
 
 
 def _paths(depth: int) -> list[tuple[int, ...]]:

@@ -1,7 +1,8 @@
 """Public drafters at small sizes with random weights, and what we draft with them."""
 
+import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from drafters.dflash.drafter import BoundDFlash
 from drafters.load import load_drafter
 from tests.checks.public_drafters import TAPS, TINY, Row, rows, shrunk, tensors, tiny_verifier
 from tests.drafters.tiny import FakeVerifier, Rig
+from tests.helpers.bounds import Float64, assert_as_exact
 
 COMPARED = {
     "dflash": ("z-lab", "z-lab, Qwen3.5 on", "z-lab DFlash 2", "JetSpec", "DeepSpec DFlash"),
@@ -131,6 +133,27 @@ def our_drafts(case: Published) -> dict[int, Drafts]:
         token_ids = rig.bound.propose(batch).token_ids[0].tolist()
         found[place] = Drafts(hidden, rig.bound.logits(hidden), token_ids)
     return found
+
+
+def check_drafts(
+    case: Published,
+    model: Any,
+    their_drafts: Callable[[Published, Any], dict[int, Drafts]],
+    *,
+    logits: bool = True,
+) -> dict[int, Drafts]:
+    """Our drafts, which are those of `model` as far as its own rounding allows."""
+    wide = copy.deepcopy(model).double()
+    with Float64():
+        exact = their_drafts(case, wide)
+    ours, plain = our_drafts(case), their_drafts(case, model)
+    for place in PLACES:
+        for mine, near, right in zip(
+            *(one[place][: 1 + logits] for one in (ours, plain, exact)), strict=True
+        ):
+            assert_as_exact(mine, near, right, factor=4)
+        assert ours[place].token_ids == exact[place].token_ids
+    return ours
 
 
 def _kept(config: Mapping[str, Any]) -> dict[str, Any]:

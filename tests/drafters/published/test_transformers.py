@@ -1,6 +1,5 @@
 """The public drafter whose class Transformers has drafts as that class does."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ from tests.drafters.published.rows import (
     PLACES,
     Drafts,
     Published,
-    our_drafts,
+    check_drafts,
     published,
     published_rows,
 )
 from tests.drafters.tiny import input_table
-from tests.helpers.bounds import Float64, assert_as_exact
 
 muse: Any = pytest.importorskip("transformers.models.muse_glimmer_assistant")
 DFlashCache: Any = vars(cache_utils).get("DFlashCache")  # which older versions lack
@@ -65,13 +63,4 @@ def test_drafts_are_those_of_transformers(row: Row, tmp_path: Path) -> None:
     model = muse.MuseGlimmerAssistantModel.from_pretrained(
         case.folder, config=config, dtype=torch.float32
     ).eval()
-    wide = copy.deepcopy(model).double()
-    with Float64():
-        exact = their_drafts(case, wide)
-    ours, plain = our_drafts(case), their_drafts(case, model)
-    for place in PLACES:
-        for mine, near, right in zip(
-            ours[place][:2], plain[place][:2], exact[place][:2], strict=True
-        ):
-            assert_as_exact(mine, near, right, factor=4)
-        assert ours[place].token_ids == exact[place].token_ids
+    check_drafts(case, model, their_drafts)

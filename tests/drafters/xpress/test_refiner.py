@@ -34,6 +34,7 @@ from tests.drafters.tiny import (
     VOCAB,
     FakeVerifier,
     Rig,
+    drafted_paths,
     tiny_model,
     tiny_tensors,
     write_tiny_dflash,
@@ -275,14 +276,7 @@ def test_a_tree_has_the_likeliest_paths(tmp_path: Path) -> None:
                     paths[first, second, third] = two + float(tables[2][second, third])
         best = sorted(paths, key=lambda path: -paths[path])[:9]
         wanted = {tuple(int(tokens[slot, rank]) for slot, rank in enumerate(p)) for p in best}
-        parents, found = output.tree.parents[request].tolist(), set()
-        for node in range(9):
-            path, at = list[int](), node + 1
-            while at > 0:
-                path.insert(0, int(output.token_ids[request, at - 1]))
-                at = parents[at - 1]
-            found.add(tuple(path))
-        assert found == wanted
+        assert drafted_paths(output, request) == wanted
 
 
 def test_a_sampled_chain_knows_the_noise(tmp_path: Path) -> None:
