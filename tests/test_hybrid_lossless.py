@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from specdec.base.blocks import BlockShape
-from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig
 from specdec.engine import build
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import StateCache
 from specdec.layers.recurrence.recurrence import RecurrentRows
 from specdec.model.batch import ForwardInput
 from specdec.model.core import Verifier
-from specdec.sampling.params import SamplingParams
-from tests.helpers.engines import finish
+from tests.helpers.engines import run_all, tiny_engine
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
 
@@ -57,25 +56,16 @@ def engine_for(
 ) -> SpecEngine:
     verifier, outputs = case
     drafter = ScriptedDrafter(outputs, k, wrong_at) if k else None
-    cache = CacheConfig(memory_bytes=2**23)
-    options = {
-        "max_num_seqs": 3,
-        "max_prefill_tokens": 13,
-        "cache": cache,
-        "num_draft_tokens": None,
-        **changes,
-    }
-    return SpecEngine(verifier, drafter, EngineConfig(**options))
+    options = {"max_num_seqs": 3, "max_prefill_tokens": 13, "num_draft_tokens": None, **changes}
+    return tiny_engine(verifier, drafter, **{"cache_bytes": 2**23, **options})
 
 
 def run(
     engine: SpecEngine, prompts: list[list[int]], max_tokens: int = MAX_TOKENS
 ) -> list[list[int]]:
-    params = SamplingParams(max_tokens=max_tokens)
-    requests = [engine.add_request(prompt, params) for prompt in prompts]
-    finish(engine)
+    outputs = run_all(engine, prompts, max_tokens=max_tokens)
     assert engine.pool.num_used == 0
-    return [request.output_token_ids for request in requests]
+    return outputs
 
 
 @pytest.mark.parametrize(("k", "depth"), [(1, 0), (3, 1), (7, 0), (15, 1)])

@@ -15,9 +15,8 @@ from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter, Verifier
-from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
-from tests.helpers.engines import finish
+from tests.helpers.engines import run_all
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_configs import CONFIGS
 from tests.helpers.tiny_models import (
@@ -42,11 +41,9 @@ def run(
 ) -> list[list[int]]:
     """Output tokens of every prompt, all queued at once."""
     engine = SpecEngine(verifier, drafter, config)
-    params = SamplingParams(**{"max_tokens": MAX_TOKENS, **sampling})
-    requests = [engine.add_request(prompt, params) for prompt in prompts]
-    finish(engine)
+    outputs = run_all(engine, prompts, **{"max_tokens": MAX_TOKENS, **sampling})
     assert engine.pool.num_used == 0
-    return [request.output_token_ids for request in requests]
+    return outputs
 
 
 def engine_config(batch: int, **changes: Any) -> EngineConfig:

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from drafters.ngram import NGramDrafter
 from specdec.attention.selector import select_backend
-from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.edits import Edits
 from specdec.sampling.tensors import SamplingPlan
+from tests.helpers.engines import tiny_engine
 from tests.helpers.tiny_configs import CONFIGS
 from tests.helpers.tiny_models import random_dflash
 from verifiers.config.shape import backend_spec
@@ -74,11 +73,8 @@ def test_a_step_stays_on_its_device(name: str, fuse: bool) -> None:
         random_dflash(verifier),
     ]
     for drafter in drafters:
-        cache = CacheConfig(memory_bytes=2**20)
-        config = EngineConfig(
-            num_draft_tokens=None, max_num_seqs=4, draft_sampling="probabilistic", cache=cache
-        )
-        engine = SpecEngine(verifier, drafter, config)
+        options = {"num_draft_tokens": None, "draft_sampling": "probabilistic"}
+        engine = tiny_engine(verifier, drafter, cache_bytes=2**20, max_num_seqs=4, **options)
         state = engine.slots.sampling
         state.seen = torch.zeros(5, verifier.vocab_size, dtype=torch.bool, device=META)
         state.counts, state.edits = (

@@ -12,14 +12,12 @@ from drafters.composed.drafter import ComposedDrafter
 from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
-from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.engine.policy.block import Block
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
-from tests.helpers.engines import finish
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 
 K = 5
@@ -59,10 +57,7 @@ def test_rows_without_a_draft_hold_no_foreign_token(
     """Each holds a token of the request's own text, or 0."""
     verifier = paged_verifier(plain_model("llama"))
     bias = tuple((token, -100.0) for token in THEIRS)
-    cache = CacheConfig(memory_bytes=2**22)
-    engine = SpecEngine(
-        verifier, DRAFTERS[name](verifier), EngineConfig(max_num_seqs=2, cache=cache, **shape)
-    )
+    engine = tiny_engine(verifier, DRAFTERS[name](verifier), max_num_seqs=2, **shape)
     for _ in range(2):
         engine.add_request([*THEIRS] * 2, SamplingParams(max_tokens=9, ignore_eos=True))
     finish(engine)

@@ -3,10 +3,8 @@
 from typing import Any
 
 from drafters.dflash.drafter import DFlashDrafter
-from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter, Verifier
-from tests.helpers.engines import run_all
+from tests.helpers.engines import run_all, tiny_engine
 from tests.helpers.guards import guard_steps
 from tests.helpers.tiny_models import random_dflash, random_prompts
 
@@ -22,17 +20,8 @@ def generate(
     """Tokens of a few prompts, prefilled in chunks and decoded in batches; with `guard`, what waits
     within a step raises.
     """
-    cache = CacheConfig(memory_bytes=2**23)
-    engine = SpecEngine(
-        verifier,
-        drafter,
-        EngineConfig(
-            max_num_seqs=3,
-            max_prefill_tokens=13,
-            cache=cache,
-            **{"num_draft_tokens": None, **config},
-        ),
-    )
+    limits: dict[str, Any] = {"max_num_seqs": 3, "max_prefill_tokens": 13, "num_draft_tokens": None}
+    engine = tiny_engine(verifier, drafter, **{"cache_bytes": 2**23, **limits, **config})
     if guard:
         guard_steps(engine)
     return run_all(engine, random_prompts(4), max_tokens=8)

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request
 from specdec.model.core import Drafter
 from specdec.sampling.params import SamplingParams
+from tests.helpers import engines
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.helpers.trees import Parents, random_trees
@@ -50,14 +50,8 @@ class TreeCase:
 
     def engine(self, drafter: Drafter | None, **changes: Any) -> SpecEngine:
         trees = {"tree_nodes": DRAFTS} if drafter else {}
-        cache = CacheConfig(memory_bytes=2**22)
-        return SpecEngine(
-            self.verifier,
-            drafter,
-            EngineConfig(
-                **{"max_num_seqs": 4, "num_draft_tokens": None, "cache": cache, **trees, **changes}
-            ),
-        )
+        options = {"max_num_seqs": 4, "num_draft_tokens": None, **trees, **changes}
+        return engines.tiny_engine(self.verifier, drafter, **options)
 
     def scripted(self, sampling: str = "greedy", **changes: Any) -> SpecEngine:
         """An engine whose drafter knows what `sampling` writes."""
@@ -78,8 +72,7 @@ class TreeCase:
 
 
 def finish(engine: SpecEngine, *requests: Request) -> list[Request]:
-    while engine.has_work:
-        engine.step()
+    engines.finish(engine)
     assert engine.pool.num_used == 0
     return list(requests)
 

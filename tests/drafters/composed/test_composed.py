@@ -10,7 +10,7 @@ from torch import Tensor
 from drafters.composed.drafter import ComposedDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.blocks import BlockShape
-from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import pooled
 from specdec.engine.engine import SpecEngine
@@ -121,10 +121,8 @@ def decoded(
     **changes: Any,
 ) -> tuple[list[Request], SpecEngine]:
     """All prompts at once."""
-    options = {"num_draft_tokens": None, "cache": CacheConfig(memory_bytes=2**22), **changes}
-    engine = SpecEngine(
-        verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, **options)
-    )
+    options = {"num_draft_tokens": None, **changes}
+    engine = tiny_engine(verifier, drafter, max_num_seqs=3, max_prefill_tokens=13, **options)
     requests = [
         engine.add_request(prompt, SamplingParams(max_tokens=30, seed=seed, **sampling))
         for seed, prompt in enumerate(prompts)

@@ -10,8 +10,6 @@ import torch
 from drafters.composed.drafter import BoundComposed, ComposedDrafter
 from drafters.composed.gate import ENOUGH, MAX_SKIPPED, Gate
 from drafters.suffix.drafter import SuffixDrafter
-from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
@@ -81,13 +79,9 @@ def run(
 ) -> tuple[list[list[int]], dict[tuple[int, int], list[int]], set[int]]:
     """Outputs, what the model drafted by slot and position, and who drafted."""
     drafter = ComposedDrafter([SuffixDrafter(max_draft_tokens=4, pool_tokens=0), make(verifier)])
-    limits: dict[str, Any] = {
-        "max_num_seqs": 3,
-        "num_draft_tokens": None,
-        "cache": CacheConfig(memory_bytes=2**22),
-        **options,
-    }
-    engine = SpecEngine(verifier, drafter, EngineConfig(**limits))
+    engine = tiny_engine(
+        verifier, drafter, **{"max_num_seqs": 3, "num_draft_tokens": None, **options}
+    )
     bound: Any = engine.runner.drafter
     assert isinstance(bound, BoundComposed)
     bound.gate.pays = pays  # type: ignore[method-assign]

@@ -10,8 +10,6 @@ import torch
 from drafters.dflash import drafter as module
 from drafters.dflash.drafter import MAX_DEFERRED, BoundDFlash
 from specdec.base.blocks import BlockShape
-from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
@@ -32,15 +30,9 @@ def run(
 ) -> tuple[list[list[int]], Drafts, list[str]]:
     """Tokens of three requests, drafts by slot and length, and each step's context."""
     verifier = paged_verifier(plain_model("llama"))
-    options = {
-        "max_num_seqs": 3,
-        "max_prefill_tokens": 30,
-        "cache": CacheConfig(memory_bytes=2**22),
-        "num_draft_tokens": "auto",
-    }
-    engine = SpecEngine(
-        verifier, random_dflash(verifier, block_size=4), EngineConfig(**{**options, **changes})
-    )
+    drafter = random_dflash(verifier, block_size=4)
+    options = {"max_num_seqs": 3, "max_prefill_tokens": 30, "num_draft_tokens": "auto"}
+    engine = tiny_engine(verifier, drafter, **{**options, **changes})
     assert engine.planner.choice is not None and isinstance(engine.runner.drafter, BoundDFlash)
     ks: Iterator[int] = chain(pattern, repeat(3))
     monkeypatch.setattr(

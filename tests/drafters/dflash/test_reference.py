@@ -13,8 +13,6 @@ from transformers import Qwen3Config
 
 from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.drafter import BoundDFlash, load_dflash
-from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request
 from specdec.sampling.params import SamplingParams
 from tests.drafters.tiny import (
@@ -31,7 +29,7 @@ from tests.drafters.tiny import (
     write_tiny_dflash,
 )
 from tests.helpers.bounds import Float64, assert_as_exact
-from tests.helpers.engines import finish
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.tiny_models import paged_verifier, plain_greedy
 
 reference: Any = pytest.importorskip("dflash.model")
@@ -163,9 +161,8 @@ NEW_TOKENS = 40
 def generate(trained: Path, k: int) -> list[Request]:
     """All prompts in one batch of our engine."""
     verifier = paged_verifier(tiny_target(), block_size=BLOCK)
-    cache = CacheConfig(memory_bytes=2**22)
-    config = EngineConfig(max_num_seqs=4, max_model_len=128, num_draft_tokens=k, cache=cache)
-    engine = SpecEngine(verifier, load_dflash(trained, verifier=verifier), config)
+    drafter = load_dflash(trained, verifier=verifier)
+    engine = tiny_engine(verifier, drafter, max_num_seqs=4, max_model_len=128, num_draft_tokens=k)
     requests = [
         engine.add_request(prompt, SamplingParams(max_tokens=NEW_TOKENS)) for prompt in PROMPTS
     ]

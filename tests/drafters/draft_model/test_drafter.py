@@ -12,7 +12,6 @@ from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError, InvalidInputError
-from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
@@ -20,7 +19,7 @@ from specdec.session.decoder import SpecDecoder
 from specdec.session.drafter_choice import find_drafter
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.sequential.toy import Noted, check_drafts, noted_run
-from tests.helpers.engines import finish
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import (
     paged_verifier,
@@ -70,13 +69,8 @@ def run(
         for name in ("temperature", "top_k", "max_tokens")
         if name in changes
     }
-    options: dict[str, Any] = {
-        "max_num_seqs": 3,
-        "max_prefill_tokens": 13,
-        "cache": CacheConfig(memory_bytes=2**22),
-        "num_draft_tokens": None,
-    }
-    engine = SpecEngine(verifier, drafter, EngineConfig(**{**options, **changes}))
+    options = {"max_num_seqs": 3, "max_prefill_tokens": 13, "num_draft_tokens": None}
+    engine = tiny_engine(verifier, drafter, **{**options, **changes})
     params: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, **sampling}
     requests = [
         engine.add_request(prompt, SamplingParams(seed=i, **params))

@@ -208,9 +208,7 @@ class Served:
         _, drafter = draft_model(target)
         forward, self.written = drafter.network.forward, list[int]()
         self.pays, self.tries, self.shape = True, False, BlockShape(K)
-        cache = CacheConfig(memory_bytes=2**22)
-        config = EngineConfig(num_draft_tokens="auto", max_num_seqs=num_reqs, cache=cache)
-        self.engine = SpecEngine(target, drafter, config)
+        self.engine = tiny_engine(target, drafter, num_draft_tokens="auto", max_num_seqs=num_reqs)
 
         def noted(batch: Rows, caches: Sequence[Any], wanted: Any) -> torch.Tensor:
             slots = batch.metadata.slot_mapping

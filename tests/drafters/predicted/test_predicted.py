@@ -27,7 +27,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.session.outputs import GenerationResult
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.tiny import FakeVerifier, Rig
-from tests.helpers.engines import finish
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
@@ -213,10 +213,8 @@ def decoded(
     **changes: Any,
 ) -> tuple[list[Request], SpecEngine]:
     """Some prompts at once, each with its prediction."""
-    options = {"num_draft_tokens": None, "cache": CacheConfig(memory_bytes=2**22), **changes}
-    engine = SpecEngine(
-        target, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, **options)
-    )
+    options = {"num_draft_tokens": None, **changes}
+    engine = tiny_engine(target, drafter, max_num_seqs=3, max_prefill_tokens=13, **options)
     requests = [
         engine.add_request(
             prompt,

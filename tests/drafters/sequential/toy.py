@@ -14,7 +14,6 @@ from drafters.sequential.drafter import SequentialDrafter
 from drafters.sequential.network import Mask, Rows, SequentialNetwork
 from specdec.attention.backend import AttentionBackend
 from specdec.base.blocks import BlockShape
-from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request
 from specdec.kv_cache import KVLayerSpec, LayerSpec
@@ -29,7 +28,7 @@ from specdec.layers.rotary.rotary import Angles, Rope, rotate
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
-from tests.helpers.engines import finish
+from tests.helpers.engines import finish, tiny_engine
 from tests.helpers.tiny_models import paged_verifier, plain_model
 
 HIDDEN, HEADS, KV_HEADS, DIM, TAPS = 32, 4, 2, 16, (0, 2)
@@ -195,13 +194,8 @@ def noted_run(
     **changes: Any,
 ) -> tuple[SpecEngine, list[Request], list[Noted]]:
     """Decodes prompts, queued at once, and notes drafts; `shapes` of the first steps."""
-    options = {
-        "max_num_seqs": 3,
-        "max_prefill_tokens": 13,
-        "cache": CacheConfig(memory_bytes=2**22),
-        "num_draft_tokens": None,
-    }
-    engine = SpecEngine(verifier, drafter, EngineConfig(**{**options, **changes}))
+    options = {"max_num_seqs": 3, "max_prefill_tokens": 13, "num_draft_tokens": None}
+    engine = tiny_engine(verifier, drafter, **{**options, **changes})
     noted: list[Noted] = []
     # of a composition the first
     bound: Any = getattr(engine.runner.drafter, "parts", [engine.runner.drafter])[0]
