@@ -97,12 +97,14 @@ def _product_deviations(
     from specdec.layers.packed import triton_packed  # it imports Triton
 
     there, dtype = weight.to(device).arranged(), weight.dtype
-    most, tiled = triton_packed.MAX_ROWS, triton_packed.MAX_TILED_ROWS
-    for rows in (1, most // 2 + 1, most + 6, tiled + 4) if each else (1, most + 6):
+    most = triton_packed.MAX_ROWS
+    tiled = triton_packed.MAX_TILED_ROWS if weight.plain else most
+    for rows in (1, most // 2 + 1, most + 6, tiled + 7) if each else (1, most + 6):
         x = normal(rows, weight.in_features).to(dtype)
         exact = x.double() @ weight.dequantized(torch.float64).T
         plain = F.linear(x, weight.dequantized())
-        yield deviation(triton_packed.product(x.to(device), there), plain, exact)
+        got = triton_packed.product(x.to(device), there, max_tiled_rows=tiled)
+        yield deviation(got, plain, exact)
         if rows <= most:
             split, gated = (
                 triton_packed.few_rows(x.to(device), there, activation=kind, may_split=True)

@@ -28,6 +28,7 @@ from specdec.layers.packed.triton_packed import (  # noqa: E402
     dequantized,
     few_rows,
     multiply,
+    product,
 )
 
 
@@ -199,6 +200,14 @@ def test_any_number_of_rows(monkeypatch: pytest.MonkeyPatch, name: str, rows: in
     exact = x.double() @ numbers.T + (0 if bias is None else bias.double()) + residual.double()
     plain = F.linear(x, numbers.half(), bias) + residual
     assert_as_exact(got, plain, exact)
+
+
+@pytest.mark.parametrize(("name", "tiled"), [("e4m3", True), ("int4, zeros", False)])
+def test_short_groups_become_numbers_first(name: str, tiled: bool) -> None:
+    """Numbers are rounded, so both ways have other bits."""
+    weight, x = weight_of(CASES[name])[0].arranged(), rows_of(CASES[name], 65)
+    ways = {kind: product(x, weight, max_tiled_rows=256 if kind else 64) for kind in (True, False)}
+    assert product(x, weight).equal(ways[tiled]) and not ways[True].equal(ways[False])
 
 
 @pytest.mark.parametrize("name", CASES)
