@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from evals.bench.config import MAX_WARMUP
 from evals.divergence import Divergence, Parting, explain_divergence
-from evals.runner import num_captured
+from evals.runner import nothing_old_collected, num_captured
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
 from specdec.engine.capture.warmup import set_serving
@@ -120,7 +120,7 @@ class LocalSystem:
         pairs, last = list(zip(prompts, samplings, strict=True)), time.perf_counter()
         for prompt, sampling in pairs:
             self.decoder.engine.admission.check(prompt, sampling)
-        with closing(self.decoder.session.map(pairs)) as chunks:
+        with nothing_old_collected(), closing(self.decoder.session.map(pairs)) as chunks:
             for chunk in chunks:
                 assert chunk.result is not None, "only the end of an answer is asked for"
                 now = time.perf_counter()

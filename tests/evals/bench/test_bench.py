@@ -1,6 +1,7 @@
 """The sweep, its report on disk, and two reports side by side."""
 
 import copy
+import gc
 import json
 from collections.abc import Iterator
 from itertools import cycle
@@ -19,10 +20,11 @@ from evals.report.compare import compare_reports
 from evals.report.html import html_report
 from evals.report.report import read_report, write_report
 from evals.report.table import format_report
-from evals.runner import Pass, run_set
+from evals.runner import Answer, Pass, run_set
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
+from specdec.base.metrics import AcceptanceStats
 from specdec.cli.main import main
 from specdec.engine.engine import SpecEngine
 from specdec.engine.policy.block_choice import BlockChoice
@@ -90,6 +92,19 @@ def test_figures_of_a_row_agree_with_each_other(report: dict[str, Any]) -> None:
         assert acceptance["num_emitted"] == row["speed"]["num_tokens"][0] - row["num_answers"]
         assert sum(row["time_split"].values()) == pytest.approx(1)
         assert (row["time_split"]["draft"] > 0) == (row["drafter"] != "none")
+
+
+def test_what_was_there_before_a_pass_is_not_collected_within_it() -> None:
+    """Catches passes in which Python looks through every object that there is."""
+    decoder, frozen = tiny_decoder(), list[int]()
+
+    def generate(*asked: Any) -> list[Answer]:
+        frozen.append(gc.get_freeze_count())
+        return [Answer([5], [6], AcceptanceStats()) for _ in asked[0]]
+
+    before = gc.get_freeze_count()
+    run_set(decoder, PROMPTS, SamplingParams(max_tokens=5, seed=0), raw=True, generate=generate)
+    assert frozen[0] > 10_000 + before and gc.get_freeze_count() == 0
 
 
 def test_a_later_turn_sees_the_own_answer_and_raw_leaves_it_out() -> None:
