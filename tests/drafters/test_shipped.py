@@ -214,9 +214,8 @@ def test_its_trees_accept_more(chains: SpecDecoder) -> None:
     Catches features or noise of a path that are another one's: they leave outputs as they are, and
     tau falls.
     """
-    trees = SpecDecoder.from_pretrained(
-        device="cpu", dtype="float32", engine=engine_config(num_draft_tokens=None, tree_nodes=16)
-    )
+    config = engine_config(num_draft_tokens=None, tree_nodes=16)
+    trees = SpecDecoder(chains.verifier, chains.tokenizer, chains.engine.drafter, config)
     prompts = [chains.tokenize(chat) for chat in asked(2)]
 
     def run(decoder: SpecDecoder) -> list[Request]:

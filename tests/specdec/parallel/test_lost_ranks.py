@@ -82,7 +82,9 @@ _ALONE = """
 import sys
 from specdec import EngineConfig, SpecDecoder
 from specdec.parallel.executor import current, collective_rpc
+from specdec.parallel.processes import launch, workers
 from tests.helpers import lockstep_parts
+launch.PATIENCE = workers.PATIENCE = 0.1
 decoder = SpecDecoder.from_pretrained(
     sys.argv[1], drafter="ngram", device="cpu", dtype="float32", tensor_parallel=2
 )

@@ -275,7 +275,7 @@ def test_the_command_serves_the_embedded_model_and_ends_at_sigterm() -> None:
         (["--front-processes", "65"], "front_processes is 65; it must be at most 64"),
         (["--served-model-name", ""], "served_model_name is empty; give a name, or leave it out"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
-        (["--api-key", ""], "the API key is empty"),
+        (["--api-key", ""], "--api-key is empty"),
         (["--api-key", "k "], "begins or ends with a blank"),
         (["--api-key", " "], "begins or ends with a blank"),
         (["--header-seconds", "0"], "header_seconds is 0.0; it must be a positive finite number"),
