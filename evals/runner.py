@@ -189,7 +189,7 @@ def behind_hits(decoder: SpecDecoder, concurrency: int) -> Generate:
         for start in range(0, len(inputs), concurrency):
             prompts = inputs[start : start + concurrency]
             asked = samplings[start : start + concurrency]
-            _decode(decoder.session, prompts, [replace(one, max_tokens=1) for one in asked], None)
+            _decode(decoder.session, prompts, [one.at_most(1) for one in asked], None)
             results += _decode(decoder.session, prompts, asked, on_step)
         return results
 

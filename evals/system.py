@@ -102,8 +102,8 @@ class LocalSystem:
         for number, (prompt, sampling) in enumerate(pairs):
             left = min(len(pairs) - number, at_once)
             halvings = at_once.bit_length() - left.bit_length() + 1
-            most = min(sampling.max_tokens, WARMUP_TOKENS * halvings + number % at_once)
-            brief.append((prompt, replace(sampling, max_tokens=most)))
+            most = WARMUP_TOKENS * halvings + number % at_once
+            brief.append((prompt, sampling.at_most(most)))
         for _ in range(MAX_WARMUP):
             captured = num_captured(engine)
             for chunk in self.decoder.session.map(brief, text=False):

@@ -168,7 +168,7 @@ class Bench:
             timer = side.decoder.engine.timer
             timer.enabled = True
             sample = replace(prompts, items=prompts.items[: max(concurrency, SPLIT_ITEMS)])
-            few = replace(sampling, max_tokens=min(sampling.max_tokens, SPLIT_TOKENS))
+            few = sampling.at_most(SPLIT_TOKENS)
             on_turn = self._on_turn(f"{where} {side.title} phases")
             seconds = run_set(side.decoder, sample, few, raw=config.raw, on_turn=on_turn).seconds
             side.time_split = time_split(timer.totals, seconds)

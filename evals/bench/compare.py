@@ -99,8 +99,7 @@ def compare(
         sampling = replace(sampling, seed=0)
     sides = {"plain": decoder.plain(), "speculative": decoder}
     for side in sides.values():
-        brief = replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
-        _generate(side, inputs, brief)
+        _generate(side, inputs, sampling.at_most(WARMUP_TOKENS))
 
     runs: dict[str, list[list[GenerationResult]]] = {name: [] for name in sides}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -117,7 +116,7 @@ def compare(
             runs[name].append(results)
 
     divergences = None
-    if sampling.temperature == 0 or decoder.engine.config.draft_sampling == "greedy":
+    if sampling.temperature == 0 or decoder.engine.config.draft_sampling != "probabilistic":
         divergences = _divergences(decoder, runs["plain"], runs["speculative"])
     plain, speculative = (_speed(runs[name], seconds[name]) for name in sides)
     stats = [result.stats for result in runs["speculative"][0]]
@@ -266,8 +265,9 @@ def _output_lines(comparison: Comparison, decoder: SpecDecoder) -> list[str]:
         lines += [
             f"    prompt {one.index + 1}, output token {one.position + 1}: plain {plain},"
             f" speculative {speculative}",
-            f"      the target's two largest logits there are {apart}",
         ]
+        if comparison.sampling.temperature == 0:  # where ties explain it
+            lines.append(f"      the target's two largest logits there are {apart}")
     return lines
 
 

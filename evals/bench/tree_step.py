@@ -80,7 +80,7 @@ def tree_step(
     """
     first = prompts.items[0]
     question = replace(prompts, items=(replace(first, turns=first.turns[:1]),))
-    sampling = replace(sampling, max_tokens=min(sampling.max_tokens, MAX_TOKENS))
+    sampling = sampling.at_most(MAX_TOKENS)
     longest = max_total_tokens(base, question, sampling.max_tokens, raw=raw)
     engine = EngineConfig(
         max_num_seqs=1,

@@ -226,6 +226,17 @@ class SamplingParams:
             return self
         return replace(self, grammar_after_thinking=True)
 
+    def at_most(self, count: int) -> "SamplingParams":
+        """The same for at most so many tokens.
+
+        >>> few = SamplingParams(min_tokens=30).at_most(16)
+        >>> few.max_tokens, few.min_tokens
+        (16, 16)
+        """
+        most = min(self.max_tokens, count)
+        least = self.min_tokens and min(self.min_tokens, most)
+        return replace(self, max_tokens=most, min_tokens=least)
+
     @property
     def penalized(self) -> bool:
         """Whether there is a repetition penalty."""

@@ -1,6 +1,7 @@
 """`specdec generate` with a real engine, and beside plain decoding."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +9,11 @@ import pytest
 import torch
 
 from drafters.ngram import load_ngram
-from evals.bench.compare import Comparison, compare, format_comparison
-from evals.divergence import first_divergence
+from evals.bench.compare import WARMUP_TOKENS, Comparison, compare, format_comparison
+from evals.divergence import Divergence, first_divergence
 from evals.speed import Speed
 from specdec.base.blocks import BlockShape
-from specdec.base.config import EngineConfig
+from specdec.base.config import DraftSampling, EngineConfig
 from specdec.base.metrics import AcceptanceStats
 from specdec.cli.main import main
 from specdec.sampling.params import SamplingParams
@@ -153,17 +154,23 @@ def test_compare_finds_the_first_divergence_and_its_margin(
     assert "prompt 2, output token 5" in text
 
 
-def test_compare_does_not_compare_tokens_that_may_differ(tiny_decoder: SpecDecoder) -> None:
-    """Catches calling probabilistic drafts wrong: they keep the distribution, not the tokens."""
+@pytest.mark.parametrize(
+    ("drafts", "same"), [("probabilistic", None), ("greedy", []), ("coupled", [])]
+)
+def test_compare_compares_tokens_that_cannot_differ(
+    tiny_decoder: SpecDecoder, drafts: DraftSampling, same: list[Divergence] | None
+) -> None:
+    """Probabilistic drafts keep the distribution, not the tokens; point masses keep both. A least
+    length above the warm-up's changes nothing.
+    """
     verifier = tiny_decoder.verifier
-    config = EngineConfig(max_num_seqs=2, max_model_len=64, draft_sampling="probabilistic")
+    config = EngineConfig(max_num_seqs=2, max_model_len=64, draft_sampling=drafts)
     decoder = SpecDecoder(
         verifier, tiny_decoder.tokenizer, load_ngram(None, verifier=verifier), config
     )
-    assert (
-        compare(decoder, ["ab"], SamplingParams(max_tokens=4, temperature=1.0)).divergences is None
-    )
-    assert compare(decoder, ["ab"], SamplingParams(max_tokens=4)).divergences == []
+    sampling = SamplingParams(max_tokens=WARMUP_TOKENS + 4, min_tokens=WARMUP_TOKENS + 2)
+    assert compare(decoder, ["ab"], replace(sampling, temperature=1.0)).divergences == same
+    assert compare(decoder, ["ab"], sampling).divergences == []
 
 
 def test_compare_copies_from_no_run_before(tiny_decoder: SpecDecoder, monkeypatch: Patch) -> None:
