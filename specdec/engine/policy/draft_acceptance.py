@@ -11,13 +11,19 @@ from typing import NamedTuple
 
 from specdec.base.blocks import BlockShape
 
-MEMORY, _LONG = 48, 512
-"""Steps after which what they taught weighs 1/e: about acceptance, and about trees beside each
-other, which a text changes little.
+MEMORY, _LONG, _ALL = 48, 512, 2048
+"""Steps after which what they taught weighs 1/e: about a text's acceptance, about trees beside each
+other, which a text changes little, and about all texts.
 """
 
-OTHERS = 4.0
-"""Observations that those of earlier texts count for, once all requests of a batch are others."""
+OTHERS, MAX_OTHERS = 6.0, 32.0
+"""Observations that those of all texts count for, once all requests of a batch are others: before
+anything is known of how texts differ, and at most.
+"""
+TEXTS, KNOWN = 32, 64.0
+"""Texts after which what they taught of their differences weighs 1/e, and observations for which
+the guess `OTHERS` counts there.
+"""
 
 SMALLER = 32.0
 """Observations that a guess from smaller shapes counts for, beside those of a tree itself."""
@@ -38,17 +44,26 @@ class _Ratio:
 
     def __init__(self, memory: int = MEMORY) -> None:
         self.whole = self.part = 0.0
+        self._ever = self._of_it = 0.0  # the same over all texts
         self._memory = memory
+
+    @property
+    def of_all(self) -> float:
+        """The ratio over all texts."""
+        return self._of_it / max(self._ever, 1e-9)
 
     def observe(self, whole: float, part: float) -> None:
         """Takes over a step."""
         self.whole += whole - self.whole / self._memory
         self.part += part - self.part / self._memory
+        if whole:
+            self._ever += whole - self._ever / _ALL
+            self._of_it += part - self._of_it / _ALL
 
-    def fade(self) -> None:
-        """Counts for no more than `OTHERS`."""
-        share = min(1.0, OTHERS / max(self.whole, 1e-9))
-        self.whole, self.part = self.whole * share, self.part * share
+    def fade(self, most: float) -> None:
+        """Becomes that of all texts, and counts for no more than so many observations."""
+        self.whole = min(self.whole, most)
+        self.part = self.whole * self.of_all
 
     def value(self, guess: float, weight: float = _WEIGHT) -> float:
         """The ratio, where a `guess` counts for `weight` observations."""
@@ -68,6 +83,8 @@ class AcceptanceEstimate:
     def __init__(self, most: int, guess: float = FIRST_GUESS) -> None:
         self._positions, self._guess = [_Ratio() for _ in range(most)], guess
         self._expected = list[float]()  # by the length of a chain, from 0 on; empty when outdated
+        self._text = 0, 0  # first drafts of the texts of now, and accepted ones
+        self._variance = _Ratio(TEXTS)  # between texts
 
     @property
     def has_evidence(self) -> bool:
@@ -83,16 +100,29 @@ class AcceptanceEstimate:
         """Takes over one step of `k` drafts, with what each request accepted of them."""
         reached, ended = len(num_accepted), Counter(num_accepted)
         self._expected.clear()
+        drafts, accepted = self._text
+        self._text = drafts + reached, accepted + reached - ended[0]
         for place, position in enumerate(self._positions[:k]):
             accepted = reached - ended[place]
             position.observe(reached, accepted)
             reached = accepted
 
-    def fade(self) -> None:
-        """What other texts taught counts for `OTHERS` observations of each position."""
+    def fade(self) -> float:
+        """Other texts begin: what all have taught counts for the more observations the less texts
+        differ, as in empirical Bayes; returns how many.
+        """
         self._expected.clear()
+        (drafts, accepted), self._text = self._text, (0, 0)
+        rate = self._positions[0].of_all if self._positions else 0.0
+        chance = max(rate * (1 - rate), 1e-9)  # variance of one draft
+        if drafts >= OTHERS:
+            apart = accepted / drafts - rate
+            self._variance.observe(drafts, drafts * apart**2 - chance)
+        variance = self._variance.value(chance / OTHERS, KNOWN)
+        most = chance / max(variance, chance / MAX_OTHERS)
         for position in self._positions:
-            position.fade()
+            position.fade(most)
+        return most
 
     def expected(self, k: int) -> float:
         """Drafts that a request accepts of a chain of `k`, on average."""
@@ -204,11 +234,11 @@ class BlockAcceptance:
 
     def fade(self) -> None:
         """See `AcceptanceEstimate.fade`; how trees do beside each other is kept."""
-        self._chain.fade()
-        for late in self._late.values():
-            late.fade()
+        most = self._chain.fade()
         if self._level is not self._chain:
-            self._level.fade()
+            most = self._level.fade()
+        for late in self._late.values():
+            late.fade(most)
 
     def expected_tokens(self, shape: BlockShape) -> float:
         """Tokens that a request gets from a step, on average."""
