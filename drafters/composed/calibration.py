@@ -40,7 +40,7 @@ class Calibration:
     def __init__(self, count: int, device: torch.device) -> None:
         self._on_triton = KERNEL.runs_on(device)
         # of chains and of trees, errors and observations
-        self._sums = torch.zeros(2, 2, count * _BUCKETS, device=device)
+        self._sums = torch.zeros(2, 2, count * _BUCKETS, dtype=torch.float32, device=device)
 
     def correct(self, raw: Tensor, *, of_trees: bool) -> Forecasts:
         """Puts forecasts float32 [P, num_reqs] right."""

@@ -135,7 +135,7 @@ class BoundComposed(BoundDrafter):
         self.max_deferred = min(deferred, default=0)
         self.calibration = Calibration(len(self.parts), verifier.device)
         # rows that only pad a batch never are
-        self._begun = torch.zeros(max_num_seqs, device=verifier.device)
+        self._begun = torch.zeros(max_num_seqs, dtype=torch.float32, device=verifier.device)
         # Models that may be left out of a step: all that they keep is written when it is committed.
         self._optional = [
             n for n, part in enumerate(drafter.parts) if part.weight_bytes and not part.late_context

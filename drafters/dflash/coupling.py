@@ -109,8 +109,9 @@ class CouplingTable:
     """The weights on a device."""
 
     def __init__(self, coupling: Coupling, device: torch.device) -> None:
-        temperatures = torch.tensor(coupling.temperatures, device=device)
-        table = torch.tensor([coupling.a, coupling.b], device=device)  # [2, T, K]
+        temperatures = torch.tensor(coupling.temperatures, dtype=torch.float32, device=device)
+        rows = coupling.a, coupling.b  # [2, T, K]
+        table = torch.tensor(rows, dtype=torch.float32, device=device)
         self._starts, self._widths = temperatures[:-1], temperatures.diff()
         self._first, self._changes = table[:, :1], table.diff(dim=1)
 

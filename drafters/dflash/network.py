@@ -58,7 +58,7 @@ class DFlashNetwork:
         self._backends = [attention] * len(model.layers)
         self._rope = rope_of(model.config, whole=True).to(attention.spec.device)
         _pair_up(model, self._rope)
-        ones = torch.ones(model.config.head_dim, device=attention.spec.device)
+        ones = torch.ones(model.config.head_dim, dtype=torch.float32, device=attention.spec.device)
         self._value_norm = Norm(ones, model.config.rms_norm_eps) if model.config.gemma else None
         layers = [
             self._layer(cast(DFlashLayer, layer), index) for index, layer in enumerate(model.layers)

@@ -201,7 +201,7 @@ class Eagle3Network(SequentialNetwork):
                 weights.tensors, name, config.latent, self.rope, spec, rope_parameters=parameters
             )
         gemma, head_dim = config.gemma, config.layers.head_dim
-        ones = torch.ones(head_dim, device=self._verifier.device)
+        ones = torch.ones(head_dim, dtype=torch.float32, device=self._verifier.device)
         heads = Heads(
             scale=head_dim**-0.5 if gemma is None else 1.0,
             window=config.windows[index],

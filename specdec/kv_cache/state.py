@@ -84,7 +84,8 @@ class StateLayerSpec:
     def allocate_slots(self, max_rows: int, lengths: Tensor) -> StateCache:
         """The layer's cache; `lengths` int64 [num_slots] are those of all layers."""
         num_slots, device = len(lengths), lengths.device
-        state = torch.zeros(num_slots, self.heads, self.key_dim, self.value_dim, device=device)
+        sizes = num_slots, self.heads, self.key_dim, self.value_dim
+        state = torch.zeros(sizes, dtype=torch.float32, device=device)
         columns = self.columns(max_rows)
         inputs = torch.zeros(num_slots, columns, self.width, dtype=self.dtype, device=device)
         return StateCache(state, inputs, lengths)

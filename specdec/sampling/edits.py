@@ -40,7 +40,7 @@ class Edits:
     def none(cls, num_rows: int, device: torch.device) -> Edits:
         """Rows of requests that change nothing."""
         zeros = torch.zeros(2, num_rows, MAX_EDITS, dtype=torch.int64, device=device)
-        return cls(zeros[0], zeros[1], torch.zeros(num_rows, MAX_EDITS, device=device))
+        return cls(zeros[0], zeros[1], torch.zeros_like(zeros[0], dtype=torch.float32))
 
     def put(
         self,

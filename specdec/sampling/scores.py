@@ -86,7 +86,7 @@ def lowered_in_cache(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tenso
     Of a score times and by its penalty the smaller one is meant, and the larger one where the
     penalty is below 1: the smaller one with both signs turned.
     """
-    sign = torch.where(penalties < 1, -1.0, 1.0)
+    sign = torch.where(penalties < 1, -1.0, 1.0).to(penalties.dtype)
     factors = torch.where(seen, penalties[:, None], 1.0).mul_(sign[:, None])
     own = (penalties * sign)[:, None].expand(fed.shape[:2])
     found = torch.empty_like(scores)

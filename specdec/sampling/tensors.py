@@ -119,9 +119,9 @@ class SamplingTensors:
     @classmethod
     def neutral(cls, num_rows: int, device: torch.device) -> SamplingTensors:
         """Rows of requests that decode greedily."""
-        floats = torch.tensor(_NEUTRAL, device=device)[:, None].repeat(1, num_rows)
+        floats = torch.tensor(_NEUTRAL, dtype=torch.float32, device=device)
         ints = torch.zeros(5, num_rows, dtype=torch.int64, device=device)
-        return cls(SamplingPlan.of([]), floats, ints)
+        return cls(SamplingPlan.of([]), floats[:, None].repeat(1, num_rows), ints)
 
     @classmethod
     def of(

@@ -102,7 +102,7 @@ class Weights:
             if self.has(name) and not (torch.as_tensor(factor) == 1).all():
                 tensor = self.tensor(name)
                 wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-                scaled = wide * torch.as_tensor(factor, device=wide.device)
+                scaled = wide * torch.as_tensor(factor, dtype=wide.dtype, device=wide.device)
                 self.tensors[self.prefix + name] = scaled.to(tensor.dtype)
 
     def tensor(self, name: str) -> Tensor:

@@ -37,8 +37,8 @@ class VerifyBudget:
     def __init__(self, num_slots: int, depth: int, device: torch.device) -> None:
         self._padding_slot = num_slots - 1
         # expected and accepted drafts
-        self._by_depth = torch.zeros(2, depth + 1, device=device)
-        self._by_slot = torch.zeros(2, num_slots, device=device)
+        self._by_depth = torch.zeros(2, depth + 1, dtype=torch.float32, device=device)
+        self._by_slot = torch.zeros(2, num_slots, dtype=torch.float32, device=device)
         self._expected: Tensor | None = None
 
     def begin(self, slots: Tensor) -> None:
@@ -57,7 +57,7 @@ class VerifyBudget:
         """
         depths = _depths(batch, draft)
         scores = depths * math.log(GUESS) if draft.scores is None else draft.scores
-        self._expected = scores.exp()
+        self._expected = scores.float().exp()
         of_request = _ratios(self._by_slot.index_select(1, batch.slots))[:, None]
         found = self._expected * _ratios(self._by_depth)[depths] * of_request
         found = found.clamp(max=1).cummin(dim=1).values
@@ -76,7 +76,7 @@ class VerifyBudget:
         depths, most = _depths(batch, draft), self._by_depth.shape[1]
         counted = _first(packing.drafts, batch.k) & (batch.slots != self._padding_slot)[:, None]
         expected = torch.where(counted, expected, 0.0)
-        of_depth = torch.zeros(most, device=expected.device).scatter_add_(
+        of_depth = torch.zeros(most, dtype=expected.dtype, device=expected.device).scatter_add_(
             0, depths.expand_as(expected).flatten(), expected.flatten()
         )
         kept = accepted.num_accepted[:, None] >= torch.arange(most, device=expected.device)

@@ -70,7 +70,7 @@ class Temperature(NamedTuple):
 
     def factors(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """float32 or `dtype` [..., 1] for positions int64 [...]."""
-        steps = torch.floor((position_ids + self.offset) / self.period)
+        steps = torch.floor((position_ids + self.offset).float() / self.period)
         factors = (torch.log1p(steps) * self.strength + 1)[..., None]
         return factors.to(dtype) if self.rounds else factors
 
@@ -90,10 +90,10 @@ class Growth(NamedTuple):
 
     def frequencies(self, lengths: Tensor) -> Tensor:
         """float32 [..., rotated / 2] for lengths int64 [...] of at least `start`."""
-        exponents = torch.arange(0, self.rotated, 2, device=lengths.device) / self.rotated
-        scale = self.factor * lengths / self.start - (self.factor - 1)
+        numbers = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=lengths.device)
+        scale = self.factor * lengths.float() / self.start - (self.factor - 1)
         theta = self.theta * scale ** (self.rotated / (self.rotated - 2))
-        return 1.0 / theta[..., None] ** exponents
+        return 1.0 / theta[..., None] ** (numbers / self.rotated)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +149,7 @@ class Rope:
         temperature = parameters.get("temperature")
         rotated = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
         if parameters["rope_type"] == "none":
-            return cls(torch.zeros(head_dim // 2), temperature=temperature)
+            return cls(torch.zeros(head_dim // 2, dtype=torch.float32), temperature=temperature)
         if parameters["rope_type"] == "proportional":
             return cls(_proportional(parameters, head_dim), temperature=temperature)
         frequencies, factor = _frequencies(parameters, rotated, max_position_embeddings)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from drafters.ngram import NGramDrafter
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.grammar.grammar import Grammar
@@ -178,6 +179,28 @@ def test_counts_that_no_output_reaches(decoder: SpecDecoder, least: int) -> None
     made = decoder.generate([5, 6], max_tokens=most, min_tokens=least, stop_token_ids=ends)
     want = decoder.generate([5, 6], max_tokens=most, min_tokens=10**6, stop_token_ids=ends)
     assert made.finish_reason == "length" and made.token_ids == want.token_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["llama4", "falcon_h1", "llama_dynamic"])
+def test_the_default_type_of_a_program_changes_nothing(name: str, dtype: torch.dtype) -> None:
+    """It once failed every request, or rounded factors of weights and of rotations."""
+    model, config = plain_model(name), EngineConfig(num_draft_tokens=2, verify_budget=0.5)
+    prompts = [[5, 6] * 9, [7, 8] * 9]
+
+    def made() -> list[GenerationResult]:
+        verifier = paged_verifier(model)
+        drafter = NGramDrafter(max_draft_tokens=2)
+        penalties: Any = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "top_logprobs": 2}
+        how = SamplingParams(8, 0.8, top_p=0.95, seed=3, logit_bias={5: 1.5}, **penalties)
+        return SpecDecoder(verifier, tiny_tokenizer(), drafter, config).generate(prompts, how)
+
+    want, own = made(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert made() == want
+    finally:
+        torch.set_default_dtype(own)
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [97], [10**30], [1.5]], ids=str)

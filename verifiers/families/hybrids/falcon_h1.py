@@ -16,7 +16,7 @@ def _describe(config: Any, common: Mapping[str, Any]) -> Description:
     sizes = mamba_sizes(config).of_rank(config)
     inner, keys = sizes.value_heads * sizes.value_dim, sizes.key_heads * sizes.key_dim
     repeats = torch.tensor([inner, inner, keys, keys, sizes.value_heads])
-    rows = torch.tensor(config.ssm_multipliers).repeat_interleave(repeats)
+    rows = torch.tensor(config.ssm_multipliers, dtype=torch.float32).repeat_interleave(repeats)
     into = config.attention_in_multiplier
     factors: list[tuple[str, float | Tensor]] = [
         ("self_attn.q_proj.weight", into),

@@ -101,7 +101,7 @@ class AiterIndexerKernels:
             # fill serves all.
             columns = -(-metadata.max_seq_len // SCORE_COLUMNS) * SCORE_COLUMNS
             shape = metadata.num_tokens, columns
-            plan.scores = torch.full(shape, -torch.inf, device=query.device)
+            plan.scores = torch.full(shape, -torch.inf, dtype=torch.float32, device=query.device)
         selected = self._room(metadata.num_tokens, query.device)
         step = max(1, MAX_SCORE_BYTES // (width * plan.scores.shape[1] * plan.scores.itemsize))
         for begin in range(0, metadata.num_reqs, step):
