@@ -21,7 +21,7 @@ def host_tensor(
     if isinstance(values, np.ndarray):  # which torch.tensor would not pin
         made = torch.from_numpy(values).to(dtype)
         return made.pin_memory() if pinned else made
-    return torch.tensor(values, dtype=dtype, pin_memory=pinned)
+    return torch.tensor(values, dtype=dtype, device=CPU, pin_memory=pinned)
 
 
 def to_device(

@@ -223,7 +223,7 @@ class OnItsWay:
         self._event: torch.cuda.Event | None = None
         self._host = tensor
         if tensor.is_cuda:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._host = host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensor.device))
@@ -253,9 +253,8 @@ def fill(
         if request.grammar is not None
     ]
     device = like.words.device
-    words = torch.empty(
-        len(guided), rows, like.words.shape[2], dtype=torch.int32, pin_memory=device.type == "cuda"
-    )
+    sizes, pinned = (len(guided), rows, like.words.shape[2]), device.type == "cuda"
+    words = torch.empty(sizes, dtype=torch.int32, device="cpu", pin_memory=pinned)
     places = [-1] * len(like.places)
     for place, (index, grammar) in enumerate(guided):
         tokens, parents = drafts[index][: rows - 1], drafts[index][rows - 1 :]

@@ -140,7 +140,7 @@ class ResultQueue:
         nobody.
         """
         if launch.table is None:
-            launch.table = torch.empty(0, num_columns(BlockShape(0)))
+            launch.table = torch.empty(0, num_columns(BlockShape(0)), device="cpu")
         else:
             launch.table = _on_its_way(launch.table[: len(launch.requests)])
         if launch.scored is not None:
@@ -162,5 +162,5 @@ def _on_its_way(table: Tensor) -> Tensor:
     """The table on the host, once the device has come past what is launched so far."""
     if table.device.type != "cuda":
         return table.clone()  # the next replay of a captured step writes to the same table
-    host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+    host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=True)
     return host.copy_(table, non_blocking=True)

@@ -73,7 +73,8 @@ class GrammarProgress:
             return
         parents = range(len(drafts)) if parents is None else parents
         tokens = [0, *drafts]  # the library looks at the drafts alone
-        self._matcher.traverse_draft_tree(*_links(parents), torch.tensor(tokens), masks)
+        own = torch.tensor(tokens, device="cpu")
+        self._matcher.traverse_draft_tree(*_links(parents), own, masks)
         dead = []
         for row in (masks == 0).all(dim=1).nonzero().flatten().tolist():
             if row and self._refused_or_last(masks[parents[row - 1]], tokens[row]):
@@ -136,4 +137,4 @@ def _links(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
         else:
             siblings[youngest[parent]] = row
         youngest[parent] = row
-    return torch.tensor(children), torch.tensor(siblings)
+    return torch.tensor(children, device="cpu"), torch.tensor(siblings, device="cpu")

@@ -192,7 +192,7 @@ def test_the_default_type_of_a_program_changes_nothing(name: str, dtype: torch.d
         verifier = paged_verifier(model)
         drafter = NGramDrafter(max_draft_tokens=2)
         penalties: Any = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "top_logprobs": 2}
-        how = SamplingParams(8, 0.8, top_p=0.95, seed=3, logit_bias={5: 1.5}, **penalties)
+        how = SamplingParams(8, 0.8, top_p=0.95, seed=3, logit_bias=((5, 1.5),), **penalties)
         return SpecDecoder(verifier, tiny_tokenizer(), drafter, config).generate(prompts, how)
 
     want, own = made(), torch.get_default_dtype()
@@ -201,6 +201,23 @@ def test_the_default_type_of_a_program_changes_nothing(name: str, dtype: torch.d
         assert made() == want
     finally:
         torch.set_default_dtype(own)
+
+
+@pytest.mark.parametrize("drafted", [0, 2])
+@pytest.mark.parametrize("pattern", [None, "[a-z]{5}x+"])
+def test_the_default_device_of_a_program_changes_nothing(
+    decoder: SpecDecoder, drafted: int, pattern: str | None
+) -> None:
+    """What is the host's stays there."""
+    if pattern:
+        pytest.importorskip("xgrammar")
+    how = SamplingParams(8, 0.8, seed=3, grammar=Grammar.regex(pattern) if pattern else None)
+    want = decoder.generate([5, 6] * 9, how)
+    with torch.device("meta"):
+        drafter = NGramDrafter(max_draft_tokens=2)
+        config = EngineConfig(num_draft_tokens=drafted, max_prefill_tokens=5)
+        other = decoder.variant(drafter, config)
+        assert other.generate([5, 6] * 9, how).token_ids == want.token_ids
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [97], [10**30], [1.5]], ids=str)
