@@ -163,7 +163,7 @@ def _jobs(
     given = given_sampling(args, sampling)
     for index, prompt in enumerate(prompts):
         made, own, error = None, sampling, prompt.error
-        if error is None and prompt.request is None and not prompt.label:
+        if error is None and prompt.request is None and prompt.is_empty:
             error = "the prompt is empty; give it some text"
         try:
             if error is not None:

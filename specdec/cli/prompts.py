@@ -45,8 +45,17 @@ class Prompt:
     @property
     def label(self) -> str:
         """The prompt's text, or its last message, on one line."""
-        text = self.content if isinstance(self.content, str) else self.content[-1]["content"]
-        return " ".join(text.split())
+        return " ".join(self._texts[-1].split())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no text at all; the last message alone may lack it, as of a tool."""
+        return not any(text.split() for text in self._texts)
+
+    @property
+    def _texts(self) -> list[str]:
+        messages = self.content
+        return [messages] if isinstance(messages, str) else [one["content"] for one in messages]
 
 
 def read_prompts(
@@ -73,7 +82,7 @@ def read_prompts(
             )
         prompts = [_read_stdin()]
     for prompt in prompts:
-        if not prompt.label:
+        if prompt.is_empty:
             raise InvalidInputError(f"{prompt.source} is empty; give it some text")
     if file is None:
         return prompts

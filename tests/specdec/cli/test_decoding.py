@@ -103,7 +103,8 @@ def test_an_empty_line_of_a_file_has_an_error_of_its_own(
     file = tmp_path / "lines.jsonl"
     file.write_text(
         '{"prompt": "a"}\n{"prompt": " "}\n{"messages": [{"role": "user", "content":'
-        ' null}]}\n{"prompt": "b"}\n'
+        ' null}]}\n{"messages": [{"role": "user", "content": "b"}, {"role": "tool", "content":'
+        ' ""}]}\n'
     )
     decoder = use(monkeypatch, FakeDecoder(chunk(0, "A", done=True), chunk(1, "B", done=True)))
     assert main(["generate", "--json", "--file", str(file)]) == 1
