@@ -47,7 +47,7 @@ class Grammar:
             raise InvalidInputError(f"{what}; choose one of {', '.join(get_args(Kind))}")
         if not isinstance(self.text, str) or bool(self.text) == (self.kind == "json_object"):
             what = f"the text of a grammar of kind {self.kind} is {shown(self.text)}"
-            raise InvalidInputError(f"{what}; it must be a string")
+            raise InvalidInputError(f"{what}; it must be a string, empty for json_object alone")
         check_size(f"the grammar of kind {self.kind}", len(self.text), MAX_CHARACTERS)
         if self.kind == "calls":
             asked = Calls.of(self.text)

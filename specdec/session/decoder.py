@@ -22,7 +22,7 @@ from specdec.base.config import (
     PrefillDtype,
     WeightForm,
 )
-from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.base.errors import InvalidInputError, SpecDecError, shown
 from specdec.device.device import resolve_device
 from specdec.engine.capture.compiled import Progress
 from specdec.engine.capture.warmup import Seconds, get_ready
@@ -82,6 +82,9 @@ class SpecDecoder:
         if config is not None and not isinstance(config, EngineConfig):
             what = f"the engine's config is a {type(config).__name__}"
             raise InvalidInputError(f"{what}; give an EngineConfig")
+        if drafter is not None and (isinstance(drafter, type) or not hasattr(drafter, "bind")):
+            what = f"drafter is {shown(drafter)}"
+            raise InvalidInputError(f"{what}; give a Drafter, or a name to from_pretrained")
         self.verifier = verifier
         self.tokenizer = tokenizer
         self._variables = template_variables(chat_template_kwargs)

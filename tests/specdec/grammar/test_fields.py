@@ -108,7 +108,7 @@ def test_grammar(fields: dict[str, Any], grammar: Grammar | None) -> None:
         ({"guided_choice": "ab"}, "guided_choice is 'ab'"),
         ({"guided_choice": []}, "at least one"),
         ({"guided_choice": ["a", 3]}, "list of at least one string"),
-        ({"guided_regex": ""}, "must be a string"),
+        ({"guided_regex": ""}, "must be a string, empty for json_object alone"),
     ],
 )
 def test_refused(fields: dict[str, Any], message: str) -> None:

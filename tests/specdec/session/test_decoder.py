@@ -166,6 +166,9 @@ def test_options_by_other_names_and_types(decoder: SpecDecoder) -> None:
     with pytest.raises(SpecDecError, match="the engine's config is a dict; give an EngineConfig"):
         config: Any = {"max_num_seqs": 3}
         SpecDecoder(decoder.verifier, decoder.tokenizer, None, config)
+    for drafter in ("ngram", NGramDrafter):
+        with pytest.raises(SpecDecError, match=r"drafter is .*; give a Drafter, or"):
+            decoder.variant(drafter, EngineConfig())  # type: ignore[arg-type]
     with pytest.raises(SpecDecError, match=r"unknown .* 'temprature' \(known: max_tokens"):
         decoder.generate("abc", temprature=1)
     with pytest.raises(SpecDecError, match="given twice"):
@@ -211,7 +214,9 @@ def test_the_default_device_of_a_program_changes_nothing(
     """What is the host's stays there."""
     if pattern:
         pytest.importorskip("xgrammar")
-    how = SamplingParams(8, 0.8, seed=3, grammar=Grammar.regex(pattern) if pattern else None)
+    how = SamplingParams(
+        8, 0.8, seed=3, prompt_logprobs=0, grammar=Grammar.regex(pattern) if pattern else None
+    )
     want = decoder.generate([5, 6] * 9, how)
     with torch.device("meta"):
         drafter = NGramDrafter(max_draft_tokens=2)
