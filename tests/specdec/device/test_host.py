@@ -21,8 +21,11 @@ def test_numbers_of_any_kind_are_pinned(
     """`torch.tensor` pins no array of numpy, but says so only where there is an accelerator."""
     pinned, tensor = [], torch.tensor
 
-    def like_on_a_gpu(numbers: Any, *, dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
+    def like_on_a_gpu(
+        numbers: Any, *, dtype: torch.dtype, device: torch.device, pin_memory: bool = False
+    ) -> Tensor:
         assert not (pin_memory and isinstance(numbers, np.ndarray)), "can't pin an array"
+        assert device == CPU or not pin_memory, "only what is on the host can be pinned"
         made = tensor(numbers, dtype=dtype)
         return made.pin_memory() if pin_memory else made
 
