@@ -22,7 +22,7 @@ from specdec.base.config import (
     PrefillDtype,
     WeightForm,
 )
-from specdec.base.errors import InvalidInputError, SpecDecError, shown
+from specdec.base.errors import InvalidInputError, SpecDecError, one_line, shown
 from specdec.device.device import resolve_device
 from specdec.engine.capture.compiled import Progress
 from specdec.engine.capture.warmup import Seconds, get_ready
@@ -357,6 +357,7 @@ class SpecDecoder:
         return wrong
 
 
+_BYTES = bytes | bytearray | memoryview
 _FORMS = "a prompt is a string, a list of token ids or a list of messages"
 
 
@@ -383,12 +384,23 @@ def _is_chat(prompt: Any) -> bool:
 
 def _listed(inputs: Any) -> Any:
     """A string as it is; anything in an order as a list, arrays and numbers as Python's own."""
-    inputs = inputs.tolist() if hasattr(inputs, "tolist") else inputs
+    inputs = _numbers(inputs)
     if isinstance(inputs, str):
         return inputs
-    if isinstance(inputs, Mapping | Set | bytes | bytearray) or not isinstance(inputs, Iterable):
+    if isinstance(inputs, Mapping | Set | _BYTES) or not isinstance(inputs, Iterable):
         raise InvalidInputError(f"the input is a {type(inputs).__name__}; {_FORMS}")
-    return [item.tolist() if hasattr(item, "tolist") else item for item in inputs]
+    return [_numbers(item) for item in inputs]
+
+
+def _numbers(given: Any) -> Any:
+    """Arrays and numbers as Python's own, anything else as it is."""
+    try:
+        return (
+            given.tolist() if hasattr(given, "tolist") and not isinstance(given, _BYTES) else given
+        )
+    except RuntimeError as error:  # of torch, for a tensor without data or in another layout
+        what = f"a {type(given).__name__} of the input cannot be read ({one_line(error)})"
+        raise InvalidInputError(f"{what}; {_FORMS}") from error
 
 
 def _samplings(sampling: Sampling, overrides: dict[str, Any], count: int) -> list[SamplingParams]:
