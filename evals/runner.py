@@ -75,8 +75,8 @@ def num_captured(engine: SpecEngine) -> int:
 
 @contextmanager
 def nothing_old_collected() -> Iterator[None]:
-    """Keeps Python's collector from looking through what is there already, some 0.1 to 0.4 seconds
-    at a time; `specdec serve` does the same.
+    """Keeps Python's collector from looking through what is there already, 0.1 seconds and more at
+    a time; `specdec serve` does the same.
     """
     gc.freeze()
     try:

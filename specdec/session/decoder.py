@@ -394,10 +394,10 @@ def _listed(inputs: Any) -> Any:
 
 def _numbers(given: Any) -> Any:
     """Arrays and numbers as Python's own, anything else as it is."""
+    if not hasattr(given, "tolist") or isinstance(given, _BYTES):
+        return given
     try:
-        return (
-            given.tolist() if hasattr(given, "tolist") and not isinstance(given, _BYTES) else given
-        )
+        return given.tolist()
     except RuntimeError as error:  # of torch, for a tensor without data or in another layout
         what = f"a {type(given).__name__} of the input cannot be read ({one_line(error)})"
         raise InvalidInputError(f"{what}; {_FORMS}") from error

@@ -100,8 +100,9 @@ class AcceptanceEstimate:
         """Takes over one step of `k` drafts, with what each request accepted of them."""
         reached, ended = len(num_accepted), Counter(num_accepted)
         self._expected.clear()
-        drafts, accepted = self._text
-        self._text = drafts + reached, accepted + reached - ended[0]
+        if k:
+            drafts, accepted = self._text
+            self._text = drafts + reached, accepted + reached - ended[0]
         for place, position in enumerate(self._positions[:k]):
             accepted = reached - ended[place]
             position.observe(reached, accepted)

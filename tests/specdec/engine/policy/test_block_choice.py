@@ -10,7 +10,7 @@ import pytest
 from specdec.base.blocks import BlockShape
 from specdec.engine.capture.buckets import BATCH_SIZES
 from specdec.engine.policy.block_choice import BlockChoice
-from specdec.engine.policy.draft_acceptance import Path
+from specdec.engine.policy.draft_acceptance import AcceptanceEstimate, Path
 from specdec.engine.policy.shapes import ladder, shapes, shared_shapes
 from specdec.engine.policy.step_times import Samples, StepSize
 from tests.helpers.block_choice_world import MOST, chains
@@ -288,3 +288,17 @@ def test_budgets_are_chosen_where_rows_are_dear(per_row: float, shared: bool) ->
         chosen[shape] += step > 600
     assert bool(chosen.most_common(1)[0][0].budget) == shared, chosen
     assert choice.choose(4).budget == 0
+
+
+def test_plain_steps_tell_nothing_of_how_texts_differ() -> None:
+    """Catches steps without drafts that count as ones whose first draft was refused."""
+    weights = []
+    for plain in (0, 50):
+        estimate = AcceptanceEstimate(3)
+        for _ in range(20):
+            for accepted in (1, 0, 1, 0, 1, 0, 1, 0):
+                estimate.observe(1, [accepted])
+            for _ in range(plain):
+                estimate.observe(0, [0])
+            weights.append(estimate.fade())
+    assert weights[19] == weights[39]
